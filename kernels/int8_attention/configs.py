@@ -1,0 +1,72 @@
+"""Launch configurations by architecture: data, so that no user's call ever autotunes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import NamedTuple
+
+import torch
+
+
+class Config(NamedTuple):
+    """block_m query rows and block_n keys a step; one key scale serves block_n keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+
+
+# By padded head_dim. Set so that no variant spills on Triton 3.6 and 3.9 (tests/test_aot.py); not timed, but for sm_90.
+_AMPERE = {64: Config(128, 64, 8, 2), 128: Config(128, 32, 8, 2), 256: Config(32, 64, 8, 2)}
+# sm_90 with TMA: the best of bench/bench_configs.py on an H200 (bench/results/configs.jsonl).
+_HOPPER = {64: Config(64, 128, 4, 2, True), 128: Config(64, 128, 4, 2, True), 256: Config(128, 64, 8, 3, True)}
+_HOPPER_POINTERS = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 2)}
+_CDNA = {64: Config(128, 64, 8, 1), 128: Config(128, 32, 8, 1), 256: Config(64, 32, 8, 1)}
+_RDNA = {64: Config(128, 64, 8, 1), 128: Config(64, 32, 8, 1), 256: Config(32, 16, 8, 1)}
+# Triton's interpreter costs by the number of steps; tiles this small still make tests cross their borders.
+_INTERPRETER = {64: Config(64, 64, 4, 1), 128: Config(64, 64, 4, 1), 256: Config(64, 64, 4, 1)}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two that a head_dim is padded to inside the kernels; an int8 matrix product needs 32."""
+    return max(32, 1 << (head_dim - 1).bit_length())
+
+
+def config_for(arch: int | str, head_dim: int, describable: bool = True) -> Config:
+    """The configuration for `arch`: 10 * major + minor of a CUDA capability, an AMD architecture name, or "cpu".
+
+    describable: whether a TMA descriptor can be made on the value tensor, see `describable()`.
+    """
+    table = _INTERPRETER
+    if isinstance(arch, int):
+        hopper = _HOPPER if describable else _HOPPER_POINTERS
+        table = hopper if arch == 90 else _AMPERE
+    elif arch.startswith("gfx"):
+        table = _CDNA if arch.startswith("gfx9") else _RDNA
+    return table[max(64, padded_head_dim(head_dim))]
+
+
+def describable(value: torch.Tensor) -> bool:
+    """Whether a TMA descriptor can be made on the view: base and strides in whole 16 bytes, no stride of 0."""
+    if value.data_ptr() % 16 or not _descriptors():
+        return False
+    return all(stride > 0 and stride * value.element_size() % 16 == 0 for stride in value.stride()[:3])
+
+
+@functools.lru_cache(maxsize=None)
+def _descriptors() -> bool:
+    """Whether this Triton has host-made descriptors (3.4 and newer)."""
+    return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+
+
+def arch_of(device: torch.device) -> int | str:
+    """What config_for() takes, for a device that the kernel runs on."""
+    if device.type == "cpu":
+        return "cpu"
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -1,0 +1,187 @@
+"""Portable int8 attention forward kernel (plain Triton): softmax(scale * Q K^T + bias) V over quantised Q and K.
+
+FlashAttention's online softmax (Dao et al., 2022) with int8 scores, 16-bit P @ V, a bias per key and a log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .configs import Config, padded_head_dim
+from .limits import interpreting
+from .quantize import Quantized, row_strides
+
+
+@triton.jit
+def _scores(q, K8, row, n0, DP: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):
+    """int8 [BM, DP] x [BN, DP] -> float32 [BM, BN], exact; `row` is this head's first row of K8."""
+    if TMA:
+        k = K8.load([row + n0, 0]).T
+    else:
+        start = K8 + (row + n0) * DP
+        k = tl.load(start + tl.arange(0, BN)[None, :] * DP + tl.arange(0, DP)[:, None])
+    return tl.dot(q, k).to(tl.float32)
+
+
+@triton.jit
+def _values(V, b, h, n0, N, s_vn, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr):
+    """[BN, DP] of V; zeros past head_dim and past the last key."""
+    if TMA:
+        v = V.load([b, h, n0, 0]).reshape([BN, DP])
+    else:
+        n = tl.arange(0, BN)[:, None]
+        d = tl.arange(0, DP)[None, :]
+        start = V + tl.cast(n0, tl.int64) * s_vn + n * s_vn + d
+        if TAIL:
+            v = tl.load(start, mask=(n0 + n < N) & (d < D), other=0)
+        elif D != DP:
+            v = tl.load(start, mask=d < D, other=0)
+        else:
+            v = tl.load(start)
+    return v
+
+
+@triton.jit
+def _step(
+    acc, total, top, q, q_scale, rows, K8, K_SCALE, BIAS, V, k_row, b, h, n0, N, s_vn,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One block of keys of the online softmax, in log2 units; `top` is the row maximum, `total` the row sum."""
+    s = _scores(q, K8, k_row, n0, DP, BN, TMA)
+    scale = q_scale * tl.load(K_SCALE + n0 // BN)
+    if HAS_BIAS or MASKED:
+        s = s * scale[:, None]
+        n = n0 + tl.arange(0, BN)
+        if HAS_BIAS:
+            s += tl.load(BIAS + n)[None, :]
+        if MASKED:
+            keep = (n < N)[None, :]
+            if CAUSAL:
+                keep = keep & (n[None, :] <= rows[:, None])
+            s = tl.where(keep, s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        p = tl.math.exp2(s - new_top[:, None])
+    else:
+        # The scale is not negative, so it can wait for the exponent, where it costs nothing.
+        new_top = tl.maximum(top, tl.max(s, 1) * scale)
+        p = tl.math.exp2(s * scale[:, None] - new_top[:, None])
+    decay = tl.math.exp2(top - new_top)
+    total = total * decay + tl.sum(p, 1)
+    v = _values(V, b, h, n0, N, s_vn, D, DP, BN, MASKED, TMA)
+    p = p.to(v.dtype)
+    if UPCAST:
+        # Triton's interpreter computes bf16 products wrongly.
+        acc = tl.dot(p.to(tl.float32), v.to(tl.float32), acc * decay[:, None])
+    else:
+        acc = tl.dot(p, v, acc * decay[:, None])
+    return acc, total, new_top
+
+
+@triton.jit
+def _attention(
+    Q8, Q_SCALE, K8, K_SCALE, BIAS, ANCHOR, LSE_TERM, V, OUT, LSE, M, N, NP, heads, group,
+    s_vb, s_vh, s_vn, s_ob, s_oh, s_om, s_lb, s_lh, s_lm, s_bias_b, s_bias_h,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LSE: tl.constexpr, CAUSAL: tl.constexpr, EVEN_N: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One program a block of BM query rows of one head.  Q8 [B*H, M, DP], K8 [B*Hkv, NP, DP], V [B, Hkv, N, D]."""
+    block = tl.program_id(0)
+    if CAUSAL:
+        block = tl.num_programs(0) - 1 - block  # the longest first
+    head = tl.program_id(1)
+    b = head // heads
+    h = head % heads
+    h_kv = h // group
+    k_row = (b * (heads // group) + h_kv) * NP if TMA else (b * (heads // group) + h_kv).to(tl.int64) * NP
+    K_SCALE += (b * (heads // group) + h_kv) * (NP // BN)
+    rows = block * BM + tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    inside = rows < M
+    first = head.to(tl.int64) * M
+    q = tl.load(Q8 + (first + rows)[:, None] * DP + d[None, :], mask=inside[:, None], other=0)
+    q_scale = tl.load(Q_SCALE + first + rows, mask=inside, other=0.0)
+    if HAS_BIAS:
+        bias_row = b.to(tl.int64) * s_bias_b + h * s_bias_h
+        BIAS += bias_row * NP
+        ANCHOR += bias_row * 2
+        q_scale *= tl.load(ANCHOR + 1)
+    if not TMA:
+        V += b.to(tl.int64) * s_vb + h_kv.to(tl.int64) * s_vh
+
+    acc = tl.zeros([BM, DP], tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    top = tl.full([BM], -1.0e30, tl.float32)
+    end = N
+    unmasked = N // BN * BN
+    if CAUSAL:
+        end = tl.minimum(N, (block + 1) * BM)
+        unmasked = tl.minimum(unmasked, block * BM // BN * BN)
+    for n0 in tl.range(0, unmasked, BN):
+        acc, total, top = _step(
+            acc, total, top, q, q_scale, rows, K8, K_SCALE, BIAS, V, k_row, b, h_kv, n0, N, s_vn,
+            D, DP, BN, False, HAS_BIAS, CAUSAL, TMA, UPCAST,
+        )  # fmt: skip
+    if CAUSAL or not EVEN_N:
+        for n0 in tl.range(unmasked, end, BN):
+            acc, total, top = _step(
+                acc, total, top, q, q_scale, rows, K8, K_SCALE, BIAS, V, k_row, b, h_kv, n0, N, s_vn,
+                D, DP, BN, True, HAS_BIAS, CAUSAL, TMA, UPCAST,
+            )  # fmt: skip
+
+    empty = total == 0  # not "total > 0": NaN must stay NaN
+    acc = acc * tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))[:, None]
+    o_ptr = OUT + b.to(tl.int64) * s_ob + h.to(tl.int64) * s_oh + rows[:, None].to(tl.int64) * s_om + d[None, :]
+    tl.store(o_ptr, acc.to(OUT.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+    if HAS_LSE:
+        lse = (top + tl.math.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453
+        term = tl.load(LSE_TERM + first + rows, mask=inside, other=0.0)
+        if HAS_BIAS:
+            lse += tl.load(ANCHOR)
+            term *= tl.load(ANCHOR + 1)
+        l_ptr = LSE + b.to(tl.int64) * s_lb + h.to(tl.int64) * s_lh + rows.to(tl.int64) * s_lm
+        tl.store(l_ptr, tl.where(empty, float("-inf"), lse + term), mask=inside)
+
+
+def attention(
+    quantized: Quantized,
+    value: torch.Tensor,
+    config: Config,
+    *,
+    is_causal: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Run the kernel on `quantized` and value [B, Hkv, Lk, D] into `out` [B, H, Lq, D] and `lse` [B, H, Lq] (float32).
+
+    Any strides with a contiguous last axis; `config` is the one that `quantized` was made with.  No checks here.
+    """
+    batch, heads, q_len, head_dim = out.shape
+    kv_heads, kv_len = value.shape[1:3]
+    padded = padded_head_dim(head_dim)
+    bias = quantized.bias
+    key, values = quantized.key, value
+    if config.tma:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        rows = key.view(-1, padded)
+        key = TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [config.block_n, padded])
+        values = TensorDescriptor(value, list(value.shape), list(value.stride()), [1, 1, config.block_n, padded])
+    unused = quantized.query_scale
+    _attention[(triton.cdiv(q_len, config.block_m), batch * heads)](
+        quantized.query, quantized.query_scale, key, quantized.key_scale,
+        bias if bias is not None else unused,
+        quantized.anchor if quantized.anchor is not None else unused,
+        quantized.lse_term if quantized.lse_term is not None else unused,
+        values, out, lse if lse is not None else unused,
+        q_len, kv_len, quantized.key.shape[2], heads, heads // kv_heads,
+        *value.stride()[:3], *out.stride()[:3], *(lse.stride() if lse is not None else (0, 0, 0)),
+        *(row_strides(bias) if bias is not None else (0, 0)),
+        D=head_dim, DP=padded, BM=config.block_m, BN=config.block_n,
+        HAS_BIAS=bias is not None, HAS_LSE=lse is not None, CAUSAL=is_causal, EVEN_N=kv_len % config.block_n == 0,
+        TMA=config.tma, UPCAST=interpreting(),
+        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+

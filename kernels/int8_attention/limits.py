@@ -1,0 +1,98 @@
+"""What the int8 kernel takes, where it runs and from which size it pays: data, readable without Triton."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the kernel as data.
+
+    dtypes: of query, key and value.  max_head_dim: the largest head_dim; smaller ones are padded inside the kernel.
+    pv: names of the P @ V modes.  min_capability: the oldest CUDA compute capability.  hip_archs: AMD architectures
+    that the kernel compiles for.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    max_head_dim: int = 256
+    pv: tuple[str, ...] = ("auto", "16bit")
+    min_capability: tuple[int, int] = (8, 0)
+    hip_archs: tuple[str, ...] = ("gfx942", "gfx950", "gfx1100", "gfx1201")
+
+
+LIMITS = Limits()
+
+# Triton before 3.8 lowers an int8 dot on compute capability 10.x to slow mma.sync instructions.
+_BLACKWELL_TRITON = (3, 8)
+# The interpreter of Triton 3.6 and older turns one-element arrays into loop bounds, which numpy 2.4 refuses.
+_INTERPRETER_TRITON = (3, 7)
+_INTERPRETER_NUMPY = (2, 4)
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter is switched on, so that CPU tensors are accepted."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _compiled_kernels() -> bool:
+    """Whether Triton is loaded with its own functions compiled, so that the interpreter can't run them."""
+    standard = sys.modules.get("triton.language.standard")
+    return standard is not None and hasattr(standard.max, "cache_key")
+
+
+@functools.lru_cache(maxsize=None)
+def _version(package: str) -> tuple[int, int] | None:
+    for name in (package, f"{package}-windows", f"{package}-rocm", f"pytorch-{package}-rocm"):
+        try:
+            major, minor = metadata.version(name).split(".")[:2]
+        except metadata.PackageNotFoundError:
+            continue
+        return int(major), int(minor)
+    return None
+
+
+def unavailable(device: torch.device) -> tuple[str, str, str] | None:
+    """Why the kernel can't run on `device`: (reason code, what was given, what is accepted), or None if it can."""
+    triton = _version("triton")
+    if triton is None:
+        return "kernel", "no Triton", "the triton package (triton-windows on Windows)"
+    if device.type == "cpu" and interpreting():
+        numpy = _version("numpy")
+        if numpy is None or (triton < _INTERPRETER_TRITON and numpy >= _INTERPRETER_NUMPY):
+            return "kernel", f"Triton {_text(triton)}'s interpreter with numpy {_text(numpy)}", "numpy < 2.4 or Triton >= 3.7"
+        if _compiled_kernels():
+            return "kernel", "Triton imported before TRITON_INTERPRET=1 was set", "the variable set before the first import"
+        return None
+    if device.type != "cuda":
+        return "device", f"{device.type} tensors", "CUDA or ROCm tensors; CPU tensors when TRITON_INTERPRET=1 is set"
+    if not torch.cuda.is_available():
+        return "device", "no usable GPU", "a CUDA or ROCm GPU that this torch build can use"
+    if torch.version.hip:
+        arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return None if arch in LIMITS.hip_archs else ("capability", arch, f"one of {', '.join(LIMITS.hip_archs)}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LIMITS.min_capability:
+        return "capability", f"sm_{_text(capability, '')}", f"sm_{_text(LIMITS.min_capability, '')} or newer"
+    if capability[0] == 10 and triton < _BLACKWELL_TRITON:
+        return "kernel", f"Triton {_text(triton)} on sm_{_text(capability, '')}", f"Triton >= {_text(_BLACKWELL_TRITON)} there"
+    return None
+
+
+def _text(version: tuple[int, int] | None, separator: str = ".") -> str:
+    return separator.join(map(str, version)) if version else "(not installed)"
+
+
+def default_min_kv(batch_heads: int, q_len: int, head_dim: int, has_mask: bool) -> int:
+    """The shortest key length from which the int8 route is not slower than torch, by measurement.
+
+    The figures are for an NVIDIA H200 in eager mode, where four launches of the route cost what they cost; see
+    bench/results and `bench/bench_attention.py --cases crossover`.
+    """
+    return 1024 if has_mask else 4096

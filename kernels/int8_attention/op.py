@@ -1,0 +1,115 @@
+"""The torch operators `sdpa_router::int8_attention` and `..._out`: importing this module registers them.
+
+Registered with torch.library.Library, which costs a third of what custom_op costs a call. Triton is imported when a
+kernel first runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .configs import arch_of, config_for, describable
+
+_LIBRARY = torch.library.Library("sdpa_router", "FRAGMENT")
+_ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float? scale"
+# Without the tag inductor may hand over other strides than the ones the mask and the fake were judged by.
+_LIBRARY.define(
+    f"int8_attention({_ARGUMENTS}, bool return_lse, str pv) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIBRARY.define(
+    f"int8_attention_out({_ARGUMENTS}, str pv, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+
+
+def _empty_out(query: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs like SDPA's: heads stay inside the sequence in memory where the query has them there."""
+    batch, heads, q_len, head_dim = query.shape
+    if query.stride(1) < query.stride(2):
+        out = query.new_empty((batch, q_len, heads, head_dim)).transpose(1, 2)
+    else:
+        out = query.new_empty((batch, heads, q_len, head_dim))
+    return out, query.new_empty((batch, heads, q_len) if return_lse else (0,), dtype=torch.float32)
+
+
+def _int8_attention_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    pv: str,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    from .forward import attention
+    from .quantize import quantize
+
+    config = config_for(arch_of(query.device), query.shape[3], describable(value))
+    softmax_scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        quantized = quantize(query, key, attn_mask, softmax_scale, config, lse=lse is not None)
+        attention(quantized, value, config, is_causal=is_causal, out=out, lse=lse)
+
+
+def _int8_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    return_lse: bool,
+    pv: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _empty_out(query, return_lse)
+    _int8_attention_out(query, key, value, attn_mask, is_causal, scale, pv, out, lse if return_lse else None)
+    return out, lse
+
+
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    return_lse: bool,
+    pv: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_out(query, return_lse)
+
+
+def _fake_out(*arguments: object) -> None:
+    return None
+
+
+def _without_gradient(name: str) -> Callable[..., Any]:
+    """The op's autograd kernel: raises where a gradient is wanted, else goes on to the device's kernel."""
+
+    def kernel(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
+            raise RuntimeError(
+                "sdpa_router's int8 attention has no backward: call it under torch.no_grad() or with tensors that "
+                "require no gradient, or use sdpa_router.scaled_dot_product_attention, which leaves such calls to torch"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.sdpa_router, name)(*arguments)
+
+    return kernel
+
+
+for _name, _kernel, _fake_kernel in (
+    ("int8_attention", _int8_attention, _fake),
+    ("int8_attention_out", _int8_attention_out, _fake_out),
+):
+    _LIBRARY.impl(_name, _kernel, "CUDA")
+    _LIBRARY.impl(_name, _kernel, "CPU")  # reached with Triton's interpreter only
+    _LIBRARY.impl(_name, _without_gradient(_name), "Autograd")
+    torch.library.register_fake(f"sdpa_router::{_name}", _fake_kernel, lib=_LIBRARY)

@@ -1,0 +1,265 @@
+"""Query and key to int8: shift by the mean key, random-sign Hadamard rotation, symmetric rounding to [-127, 127].
+
+Softmax ignores what all keys share, so subtracting any vector from every key is exact; the mean makes the rest small.
+A rotation of query and key alike leaves their products unchanged and spreads outlier channels (QuaRot, SmoothQuant).
+A masked key counts for nothing here: it changes neither the mean nor a scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .configs import Config, padded_head_dim
+from .limits import interpreting
+
+LOG2E = math.log2(math.e)
+# Finite biases of at least this size leave nothing of a score in float32 (one unit there is 2): scores count as 0.
+ABSORBING = tl.constexpr(2.0**24)
+# In log2: a key this far under the largest bias of its row is left out of shift and scale. Its score would have to be
+# 8192 (natural log) higher than the others to count.
+NEGLIGIBLE = tl.constexpr(-8192.0 * LOG2E)
+_SHIFT_SAMPLES = 2048  # the mean of a sample is as good a shift as the mean of all keys, at a fraction of the reads
+
+
+class Quantized(NamedTuple):
+    """What the attention kernel reads instead of query and key; all tensors are contiguous.
+
+    query: int8 [B, H, Lq, DP]; query_scale: float32 [B, H, Lq], holds |scale| * log2(e).
+    key: int8 [B, Hkv, N, DP], N = Lk rounded up to the key group; key_scale: float32 [B, Hkv, N / group].
+    bias: float32 [Bm, Hm, N], log2 units, largest finite value 0, masked and padding keys -inf; or None.
+    anchor: float32 [Bm, Hm, 2]: what was subtracted from the bias (natural log), and 0 where it absorbs every score
+    in float32, else 1; or None.  lse_term: float32 [B, H, Lq], scale * query . shift (natural log); or None.
+    """
+
+    query: torch.Tensor
+    query_scale: torch.Tensor
+    key: torch.Tensor
+    key_scale: torch.Tensor
+    bias: torch.Tensor | None
+    anchor: torch.Tensor | None
+    lse_term: torch.Tensor | None
+
+
+@triton.jit
+def _prepare_bias(MASK, BIAS, ANCHOR, N, NP, heads, s_b, s_h, s_n, IS_BOOL: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a mask row: any dtype and strides to float32 in log2 units, shifted so that its largest is 0."""
+    row = tl.program_id(0).to(tl.int64)
+    MASK += (row // heads) * s_b + (row % heads) * s_h
+    cols = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, N, BLOCK):
+        n = start + cols
+        b = tl.load(MASK + n.to(tl.int64) * s_n, mask=n < N, other=0)
+        b = tl.where(b != 0, 0.0, float("-inf")) if IS_BOOL else b.to(tl.float32)
+        top = tl.maximum(top, tl.where((n < N) & (tl.abs(b) < float("inf")), b, float("-inf")))
+    anchor = tl.max(top, 0)
+    anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
+    tl.store(ANCHOR + row * 2, anchor)
+    tl.store(ANCHOR + row * 2 + 1, tl.where(tl.abs(anchor) < ABSORBING, 1.0, 0.0))
+    for start in range(0, NP, BLOCK):
+        n = start + cols
+        b = tl.load(MASK + n.to(tl.int64) * s_n, mask=n < N, other=0)
+        b = tl.where(b != 0, 0.0, float("-inf")) if IS_BOOL else b.to(tl.float32)
+        b = tl.where(n < N, (b - anchor) * 1.4426950408889634, float("-inf"))
+        tl.store(BIAS + row * NP + n, b, mask=n < NP)
+
+
+@triton.jit
+def _kept(BIAS, bias_rows, s_bias, n, N, HAS_BIAS: tl.constexpr):
+    """Which keys count: those that at least one of the query heads of this key head can see."""
+    keep = n < N
+    if HAS_BIAS:
+        best = tl.full(n.shape, float("-inf"), tl.float32)
+        for r in range(bias_rows):
+            best = tl.maximum(best, tl.load(BIAS + r * s_bias + n, mask=keep, other=float("-inf")))
+        # A NaN bias keeps its key.
+        keep = keep & ((best > NEGLIGIBLE) | (best != best))
+    return keep
+
+
+@triton.jit
+def _hadamard(B: tl.constexpr):
+    """[B, B] of +-1, rows with random signs; entry (i, j) is s(i) * (-1)^popcount(i & j)."""
+    i = tl.arange(0, B)[:, None]
+    bits = i & tl.arange(0, B)[None, :]
+    bits ^= bits >> 4
+    bits ^= bits >> 2
+    bits ^= (bits >> 1) ^ ((i * 40503) >> 9)
+    return 1.0 - 2.0 * (bits & 1).to(tl.float32)
+
+
+@triton.jit
+def _rotate(x, rotation, ROWS: tl.constexpr, DP: tl.constexpr, B: tl.constexpr):
+    """[ROWS, DP] 16-bit times the +-1 rotation, B channels at a time: products are exact, sums are float32."""
+    return tl.dot(x.reshape([ROWS * (DP // B), B]), rotation).reshape([ROWS, DP])
+
+
+@triton.jit
+def _inverse(peak):
+    some = peak > 1e-30
+    return tl.where(some, 127.0 / tl.where(some, peak, 1.0), 0.0)
+
+
+@triton.jit
+def _round(y):
+    """Nearest int8, ties to even: adding 1.5 * 2^23 leaves the integer in the low bits, at a quarter of a cast's cost."""
+    return (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def _key_shift(
+    K, BIAS, SHIFT, ROTATION, N, NP, step, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """SHIFT[B, Hkv, DP] = rotated mean over the kept keys of every step-th block of ROWS keys, or of all keys.
+
+    ROTATION[B, B] is written for _quantize, where making it would cost more than the rest of the work.
+    """
+    head = tl.program_id(0)
+    rotation = _hadamard(B)
+    if head == 0:
+        i = tl.arange(0, B)
+        tl.store(ROTATION + i[:, None] * B + i[None, :], rotation.to(ROTATION.dtype.element_ty))
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    K += b * s_b + h * s_h
+    BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, DP)
+    total = tl.zeros([ROWS, DP], tl.float32)
+    count = tl.zeros([ROWS], tl.float32)
+    for attempt in tl.static_range(2):
+        # A second pass over all keys only where the sample holds none that is kept.
+        stride = step * ROWS if attempt == 0 else ROWS
+        end = N if attempt == 0 else tl.where(tl.sum(count, 0) == 0, N, 0)
+        for start in range(0, end, stride):
+            n = start + rows
+            keep = _kept(BIAS, bias_rows, s_bias_h * NP, n, N, HAS_BIAS)
+            x = tl.load(K + n[:, None].to(tl.int64) * s_n + cols[None, :], mask=keep[:, None] & (cols < D)[None, :], other=0)
+            total += x.to(tl.float32)
+            count += keep.to(tl.float32)
+    mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0)
+    parts = mean.reshape([DP // B, B])
+    shift = tl.sum(parts[:, :, None] * rotation[None, :, :], 1)
+    tl.store(SHIFT + head * DP + cols, shift.reshape([DP]))
+
+
+@triton.jit
+def _quantize(
+    X, SHIFT, ROTATION, BIAS, Y, SCALE, LSE_TERM, factor, lse_factor, L, heads, group, bias_rows, s_b, s_h, s_l, s_bias_b, s_bias_h,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, IS_KEY: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One program a block of ROWS rows of one head: a scale for each row of a query, one scale for a block of keys."""
+    block = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    b = head // heads
+    h = head % heads
+    rows = block * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, DP)
+    keep = rows < L
+    if IS_KEY:
+        NP = tl.num_programs(0) * ROWS
+        BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
+        keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, L, HAS_BIAS)
+    X += b * s_b + h * s_h
+    x = tl.load(X + rows[:, None].to(tl.int64) * s_l + cols[None, :], mask=keep[:, None] & (cols < D)[None, :], other=0)
+    i = tl.arange(0, B)
+    rotation = tl.load(ROTATION + i[:, None] * B + i[None, :])
+    dtype: tl.constexpr = tl.float32 if UPCAST else X.dtype.element_ty
+    x = _rotate(x.to(dtype), rotation.to(dtype), ROWS, DP, B)
+    if IS_KEY:
+        x = tl.where(keep[:, None], x - tl.load(SHIFT + head * DP + cols)[None, :], 0.0)
+        # x * 0 is NaN where x is NaN or infinite: such a row or block must answer NaN, as SDPA does.
+        peak = tl.max(tl.max(tl.abs(x), 1), 0) + tl.sum(tl.sum(x * 0.0, 1), 0)
+        tl.store(SCALE + head * tl.num_programs(0) + block, peak / 127.0)
+        stored = (head * tl.num_programs(0) * ROWS + rows)[:, None]
+        tl.store(Y + stored * DP + cols[None, :], _round(x * _inverse(peak)))
+    else:
+        peak = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
+        tl.store(SCALE + head * L + rows, peak / 127.0 * tl.abs(factor), mask=keep)
+        sign = tl.where(factor < 0, -1.0, 1.0)  # so that scores times their scale keep the order of the int8 scores
+        stored = (head * L + rows)[:, None]
+        tl.store(Y + stored * DP + cols[None, :], _round(x * (_inverse(peak) * sign)[:, None]), mask=keep[:, None])
+        if HAS_LSE:
+            shift = tl.load(SHIFT + (b * (heads // group) + h // group) * DP + cols)
+            tl.store(LSE_TERM + head * L + rows, tl.sum(x * shift[None, :], 1) * lse_factor, mask=keep)
+
+
+def quantize(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    scale: float,
+    config: Config,
+    *,
+    lse: bool,
+) -> Quantized:
+    """Quantise query [B, H, Lq, D] and key [B, Hkv, Lk, D] (fp16 or bf16, contiguous last axis) for `config`.
+
+    attn_mask: None or a per-key mask [1 or B, 1 or H, 1, 1 or Lk], bool (True = keep) or floating (added).
+    scale: the softmax scale, of any sign.  lse: whether the term that undoes the key shift in the LSE is wanted.
+    """
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    group = heads // kv_heads
+    padded = padded_head_dim(head_dim)
+    rotated = min(padded, 128)
+    blocks = triton.cdiv(kv_len, config.block_n)
+    empty = functools.partial(torch.empty, device=query.device)
+    bias, anchor, strides, bias_rows = None, None, (0, 0), 1
+    if attn_mask is not None:
+        bias, anchor = _prepare(attn_mask, kv_len, blocks * config.block_n)
+        strides = row_strides(bias)
+        bias_rows = group if bias.shape[1] > 1 else 1
+    shift = empty((batch, kv_heads, padded), dtype=torch.float32)
+    rotation = empty((rotated, rotated), dtype=query.dtype)
+    shared = dict(D=head_dim, DP=padded, B=rotated, HAS_BIAS=bias is not None)
+    mask = bias if bias is not None else shift
+    _key_shift[(batch * kv_heads,)](
+        key, mask, shift, rotation, kv_len, blocks * config.block_n, max(1, kv_len // _SHIFT_SAMPLES), kv_heads,
+        bias_rows, *key.stride()[:3], *strides, ROWS=128 if padded <= 128 else 64, num_warps=8, **shared,
+    )  # fmt: skip
+    key8 = empty((batch, kv_heads, blocks * config.block_n, padded), dtype=torch.int8)
+    key_scale = empty((batch, kv_heads, blocks), dtype=torch.float32)
+    _quantize[(blocks, batch * kv_heads)](
+        key, shift, rotation, mask, key8, key_scale, key_scale, 1.0, 1.0, kv_len, kv_heads, 1, bias_rows, *key.stride()[:3], *strides,
+        ROWS=config.block_n, IS_KEY=True, HAS_LSE=False, UPCAST=interpreting(), num_warps=8, **shared,
+    )  # fmt: skip
+    query8 = empty((batch, heads, q_len, padded), dtype=torch.int8)
+    query_scale = empty((batch, heads, q_len), dtype=torch.float32)
+    lse_term = empty((batch, heads, q_len), dtype=torch.float32) if lse else None
+    shared["HAS_BIAS"] = False
+    rows = 64 if padded <= 128 else 32
+    _quantize[(triton.cdiv(q_len, rows), batch * heads)](
+        query, shift, rotation, shift, query8, query_scale, lse_term if lse_term is not None else shift, scale * LOG2E / rotated,
+        scale / rotated, q_len, heads, group, 1, *query.stride()[:3], 0, 0,
+        ROWS=rows, IS_KEY=False, HAS_LSE=lse, UPCAST=interpreting(), num_warps=8, **shared,
+    )  # fmt: skip
+    return Quantized(query8, query_scale, key8, key_scale, bias, anchor, lse_term)
+
+
+def _prepare(attn_mask: torch.Tensor, kv_len: int, padded_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """attn_mask -> (bias, anchor) as in Quantized; rows that are views of one another (stride 0) are read once."""
+    rows = [1 if attn_mask.stride(axis) == 0 else attn_mask.shape[axis] for axis in (0, 1)]
+    strides = [attn_mask.stride(axis) if attn_mask.shape[axis] > 1 else 0 for axis in (0, 1, 3)]
+    bias = torch.empty((*rows, padded_len), dtype=torch.float32, device=attn_mask.device)
+    anchor = torch.empty((*rows, 2), dtype=torch.float32, device=attn_mask.device)
+    is_bool = attn_mask.dtype == torch.bool
+    block = min(4096, triton.next_power_of_2(padded_len))
+    _prepare_bias[(rows[0] * rows[1],)](
+        attn_mask.view(torch.uint8) if is_bool else attn_mask, bias, anchor, kv_len, padded_len, rows[1], *strides,
+        IS_BOOL=is_bool, BLOCK=block, num_warps=8,
+    )  # fmt: skip
+    return bias, anchor
+
+
+def row_strides(bias: torch.Tensor) -> tuple[int, int]:
+    """Rows to step in a prepared bias [Bm, Hm, N] for the next batch and the next head; 0 where they share one."""
+    return (bias.shape[1] if bias.shape[0] > 1 else 0), (1 if bias.shape[1] > 1 else 0)

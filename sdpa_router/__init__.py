@@ -1,0 +1,36 @@
+"""Route scaled dot-product attention to an int8 Triton kernel where that is right, to torch elsewhere, and say why."""
+
+from .api import explain, int8_attention, is_available, scaled_dot_product_attention
+from .context import disable, enable, route
+from .decide import Call
+from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route, UnsupportedError
+from .mask import classify_mask
+from .merge import merge_attention
+from .record import record, reset_stats, stats
+from .settings import Settings
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Call",
+    "Code",
+    "Decision",
+    "MaskInfo",
+    "MaskKind",
+    "Reason",
+    "Route",
+    "Settings",
+    "UnsupportedError",
+    "classify_mask",
+    "disable",
+    "enable",
+    "explain",
+    "int8_attention",
+    "is_available",
+    "merge_attention",
+    "record",
+    "reset_stats",
+    "route",
+    "scaled_dot_product_attention",
+    "stats",
+]

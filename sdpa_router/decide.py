@@ -1,0 +1,232 @@
+"""Decide who answers a call: a pure function of metadata and process facts; it reads no values and allocates nothing.
+
+torch.compile traces these functions: no size may be formatted here, or a graph would be made for each length.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+
+from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route
+from .kernels.int8_attention.limits import LIMITS, default_min_kv, unavailable
+from .mask import classify_mask
+from .settings import Settings
+
+__all__ = ["Call", "Settings", "decide", "decide_kernel", "kernel_against", "reasons_against"]
+
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_AUTOCAST_DEVICES = ("cuda", "cpu")
+
+
+class Call(NamedTuple):
+    """The arguments of scaled_dot_product_attention, as given."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+def decide(call: Call, settings: Settings) -> Decision:
+    """Say who answers `call`, with every reason against the int8 route; no reason means int8."""
+    reasons = tuple(reasons_against(call, settings))
+    notes = (Reason(Code.MASK_CAST, torch.float32, call.query.dtype),) if reasons and needs_mask_cast(call) else ()
+    return Decision(Route.SDPA if reasons else Route.INT8, _mask_info(call), reasons, notes)
+
+
+def decide_kernel(call: Call, pv: str) -> Decision:
+    """Say whether the int8 kernel can answer `call`, whatever the router would make of it."""
+    reasons = tuple(kernel_against(call, pv))
+    return Decision(Route.SDPA if reasons else Route.INT8, _mask_info(call), reasons)
+
+
+def reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
+    """Yield every reason against the int8 route: what was asked for, then what the kernel can't do."""
+    if _switched_off():
+        yield Reason(Code.DISABLED, "SDPA_ROUTER=0", "anything else routes")
+    if settings.skip is not None and settings.skip(call):
+        yield Reason(Code.SKIPPED, True, "False routes")
+    yield from kernel_against(call, settings.pv)
+    if _is_plain(call) and call.query.dim() == 4 and call.key.dim() == 4:
+        yield from _short(call, settings)
+
+
+def kernel_against(call: Call, pv: str) -> Iterator[Reason]:
+    """Yield every reason why the int8 kernel can't answer `call` exactly as torch would, int8 rounding aside."""
+    yield from _arguments(call, pv)
+    if not _is_plain(call):
+        # Nothing else can be asked of such a tensor safely: a nested one has no shape.
+        names = [_kind(tensor) for tensor in _tensors(call) if not _plain(tensor)]
+        yield Reason(Code.TENSOR_SUBCLASS, ", ".join(names), "plain dense tensors")
+        return
+    yield from _state(call)
+    yield from _storage(call)
+    ranks = (call.query.dim(), call.key.dim(), call.value.dim())
+    if ranks != (4, 4, 4):
+        yield Reason(Code.RANK, ranks, (4, 4, 4))
+        return
+    yield from _sizes(call)
+    yield from _mask(call)
+
+
+def _arguments(call: Call, pv: str) -> Iterator[Reason]:
+    if pv not in LIMITS.pv:
+        yield Reason(Code.PV, pv, LIMITS.pv)
+    if not isinstance(call.is_causal, bool):
+        yield Reason(Code.ARGUMENT, f"is_causal of type {type(call.is_causal).__name__}", "a bool")
+    if not isinstance(call.enable_gqa, bool):
+        yield Reason(Code.ARGUMENT, f"enable_gqa of type {type(call.enable_gqa).__name__}", "a bool")
+    if call.scale is not None and not isinstance(call.scale, (int, float)):
+        yield Reason(Code.ARGUMENT, f"scale of type {type(call.scale).__name__}", "a number or None")
+    elif call.scale is not None and not -torch.inf < call.scale < torch.inf:
+        yield Reason(Code.ARGUMENT, "a scale that is not finite", "a finite one")
+    if not isinstance(call.dropout_p, (int, float)):
+        yield Reason(Code.ARGUMENT, f"dropout_p of type {type(call.dropout_p).__name__}", "a number")
+    elif call.dropout_p != 0:
+        yield Reason(Code.DROPOUT, call.dropout_p, 0)
+    if call.is_causal is True and call.attn_mask is not None:
+        yield Reason(Code.CAUSAL_WITH_MASK, "is_causal and attn_mask", "one of them")
+
+
+def _state(call: Call) -> Iterator[Reason]:
+    """Reasons in the state of the process."""
+    device = call.query.device
+    if device.type != "meta":
+        unavailable_there = _unavailable(device)
+        if unavailable_there is not None:
+            yield unavailable_there
+    if torch.is_grad_enabled():
+        names = [Call._fields[i] for i, tensor in enumerate(_tensors(call)) if tensor.requires_grad]
+        if names:
+            yield Reason(Code.REQUIRES_GRAD, ", ".join(names), "tensors without, or no_grad()")
+    transform = _transform()
+    if transform is not None:
+        yield Reason(Code.FUNCTORCH, transform, "plain calls")
+    if device.type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        if call.query.dtype != dtype or call.key.dtype != dtype or call.value.dtype != dtype:
+            yield Reason(Code.AUTOCAST, dtype, "tensors that are in that dtype already")
+
+
+def _storage(call: Call) -> Iterator[Reason]:
+    """Reasons in devices, dtypes and layout."""
+    query, key, value = call.query, call.key, call.value
+    devices = [tensor.device for tensor in _tensors(call)]
+    if any(device != query.device for device in devices):
+        yield Reason(Code.MIXED_DEVICE, tuple(devices), "one device")
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        yield Reason(Code.MIXED_DTYPE, (query.dtype, key.dtype, value.dtype), "one dtype")
+    if query.dtype not in LIMITS.dtypes:
+        yield Reason(Code.DTYPE, query.dtype, LIMITS.dtypes)
+    strides = [tensor.stride(-1) for tensor in (query, key, value) if tensor.dim() > 0 and tensor.shape[-1] > 1]
+    if any(stride != 1 for stride in strides):
+        yield Reason(Code.LAST_STRIDE, tuple(strides), 1)
+
+
+def _sizes(call: Call) -> Iterator[Reason]:
+    query, key, value = call.query.shape, call.key.shape, call.value.shape
+    if 0 in (*query, *key, *value):
+        yield Reason(Code.EMPTY, (query, key, value), "sizes of at least 1")
+    if key[0] != query[0] or value[0] != query[0] or key[2] != value[2] or key[3] != query[3]:
+        yield Reason(Code.SHAPE, (query, key, value), "one batch, one head_dim, and values for all keys")
+    group = call.enable_gqa and key[1] > 0 and query[1] % key[1] == 0
+    if key[1] != value[1] or (query[1] != key[1] and not group):
+        yield Reason(Code.HEADS, (query[1], key[1], value[1]), "equal numbers, or a multiple with enable_gqa=True")
+    if query[3] > LIMITS.max_head_dim:
+        yield Reason(Code.HEAD_DIM, query[3], f"1 to {LIMITS.max_head_dim}")
+    if value[3] != query[3]:
+        yield Reason(Code.VALUE_HEAD_DIM, value[3], "the head_dim of query")
+
+
+def _mask(call: Call) -> Iterator[Reason]:
+    mask, query = call.attn_mask, call.query
+    if mask is None:
+        return
+    info = _mask_info(call)
+    if info.kind is MaskKind.INVALID:
+        yield Reason(Code.INVALID_MASK, mask.shape, (*query.shape[:3], call.key.shape[2]))
+    if info.kind is MaskKind.FULL:
+        yield Reason(Code.FULL_MASK, mask.shape, "one row for all queries (size 1 or stride 0)")
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        yield Reason(Code.MASK_DTYPE, mask.dtype, (torch.bool, torch.float32, query.dtype))
+
+
+def _short(call: Call, settings: Settings) -> Iterator[Reason]:
+    query, kv_len, least = call.query, call.key.shape[2], settings.min_kv
+    if least is None:
+        # The interpreter is for trying and testing: no size pays there.
+        on_cpu = query.device.type == "cpu"
+        pays = default_min_kv(
+            query.shape[0] * query.shape[1], query.shape[2], query.shape[3], call.attn_mask is not None
+        )
+        least = 0 if on_cpu else pays
+    if kv_len < least:
+        yield Reason(Code.SHORT, kv_len, least)
+
+
+def needs_mask_cast(call: Call) -> bool:
+    """Whether torch must get the mask in the query's dtype: a float32 one makes cuDNN answer garbage (torch 2.11)."""
+    if call.attn_mask is None or not _is_plain(call):
+        return False
+    half = call.query.dtype in (torch.float16, torch.bfloat16)
+    return half and call.attn_mask.dtype == torch.float32 and call.query.device.type == "cuda"
+
+
+def _mask_info(call: Call) -> MaskInfo:
+    if call.attn_mask is None or not _is_plain(call):
+        return classify_mask(None, 1, 1, 1, 1) if call.attn_mask is None else _UNJUDGED
+    if not (2 <= call.query.dim() <= 4 and call.key.dim() >= 2):
+        return _UNJUDGED
+    batch, heads = (1, 1, *call.query.shape[:-2])[-2:]
+    return classify_mask(call.attn_mask, batch, heads, call.query.shape[-2], call.key.shape[-2])
+
+
+_UNJUDGED = MaskInfo(MaskKind.INVALID, "not judged: the tensors are not plain, or of another rank")
+
+
+def _tensors(call: Call) -> tuple[torch.Tensor, ...]:
+    given = (call.query, call.key, call.value)
+    return given if call.attn_mask is None else (*given, call.attn_mask)
+
+
+def _is_plain(call: Call) -> bool:
+    return all(_plain(tensor) for tensor in _tensors(call))
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in PLAIN_TYPES and not tensor.is_nested and tensor.layout == torch.strided
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if type(tensor) not in PLAIN_TYPES:
+        return type(tensor).__name__
+    return "nested Tensor" if tensor.is_nested else f"Tensor of layout {tensor.layout}"
+
+
+# torch.compile runs these three when it traces and keeps what they return. Its guards cover the transforms.
+@torch.compiler.assume_constant_result
+def _switched_off() -> bool:
+    return os.environ.get("SDPA_ROUTER") == "0"
+
+
+@torch.compiler.assume_constant_result
+def _unavailable(device: torch.device) -> Reason | None:
+    found = unavailable(device)
+    return None if found is None else Reason(Code(found[0]), found[1], found[2])
+
+
+@torch.compiler.assume_constant_result
+def _transform() -> str | None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a torch.func transform"
+    return "forward-mode AD" if forward_ad._current_level >= 0 else None

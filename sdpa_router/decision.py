@@ -1,0 +1,266 @@
+"""The vocabulary of a decision: routes, mask kinds, reason codes and their sentences. No logic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+
+class _Text(str, Enum):
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Route(_Text):
+    """Who answers a call."""
+
+    INT8 = "int8"
+    SDPA = "sdpa"
+
+
+class MaskKind(_Text):
+    """What a mask's metadata says: absent, constant along the queries, one row per query, or not a mask at all."""
+
+    NONE = "none"
+    PER_KEY = "per_key"
+    FULL = "full"
+    INVALID = "invalid"
+
+
+class Code(_Text):
+    """Stable names of the reasons; `text` is the sentence of a Reason and `cure` says what the user can do."""
+
+    text: str
+    cure: str
+
+    def __new__(cls, value: str, text: str, cure: str) -> Code:
+        """Make the member `value` with its two texts."""
+        code = str.__new__(cls, value)
+        code._value_, code.text, code.cure = value, text, cure
+        return code
+
+    DISABLED = (
+        "disabled",
+        "{given} is set in the environment, {accepted}",
+        "Unset `SDPA_ROUTER` in the environment.",
+    )
+    SKIPPED = (
+        "skipped",
+        "the setting skip answered {given}, {accepted}",
+        "Change the `skip` predicate of `route()` or `enable()`.",
+    )
+    DEVICE = (
+        "device",
+        "given {given}; the kernel takes {accepted}",
+        "Move the tensors to a GPU, or set `TRITON_INTERPRET=1` to try the route on a CPU.",
+    )
+    CAPABILITY = (
+        "capability",
+        "the GPU is {given}; the kernel takes {accepted}",
+        "None on this GPU: torch answers.",
+    )
+    KERNEL = (
+        "kernel",
+        "found {given}; the kernel needs {accepted}",
+        "Install a Triton (for the interpreter also a numpy) of the version that the sentence names.",
+    )
+    ARGUMENT = (
+        "argument",
+        "given {given}; the router takes {accepted}",
+        "Pass plain Python numbers and bools; torch decides about anything else.",
+    )
+    TENSOR_SUBCLASS = (
+        "tensor_subclass",
+        "given {given}; the kernel takes {accepted}",
+        "Pass plain dense tensors; nested, sparse and wrapper tensors stay with torch.",
+    )
+    RANK = (
+        "rank",
+        "query, key and value have {given} axes; the kernel takes {accepted}",
+        "Reshape to `[batch, heads, length, head_dim]`.",
+    )
+    SHAPE = (
+        "shape",
+        "given {given}; the kernel takes {accepted}",
+        "Give key and value the batch of the query and one length; expand them where torch would broadcast.",
+    )
+    EMPTY = (
+        "empty",
+        "given {given}; the kernel takes {accepted}",
+        "None needed: torch answers an empty call at once.",
+    )
+    HEADS = (
+        "heads",
+        "query has {given} heads of key and value; the kernel takes {accepted}",
+        "Pass `enable_gqa=True` with a multiple of the key heads.",
+    )
+    HEAD_DIM = (
+        "head_dim",
+        "head_dim is {given}; the kernel takes {accepted}",
+        "None: torch answers heads that large.",
+    )
+    VALUE_HEAD_DIM = (
+        "value_head_dim",
+        "value has head_dim {given}; the kernel takes {accepted}",
+        "Pad value to the query's head_dim and cut the output.",
+    )
+    LAST_STRIDE = (
+        "last_stride",
+        "the last axis has stride {given}; the kernel takes {accepted}",
+        "Lay tensors out so that head_dim is contiguous.",
+    )
+    DTYPE = (
+        "dtype",
+        "query is {given}; the kernel takes {accepted}",
+        "Run the model in bfloat16 or float16.",
+    )
+    MIXED_DTYPE = (
+        "mixed_dtype",
+        "query, key and value are {given}; the kernel takes {accepted}",
+        "Cast the three to one dtype; torch raises on such calls too.",
+    )
+    MIXED_DEVICE = (
+        "mixed_device",
+        "the tensors are on {given}; the kernel takes {accepted}",
+        "Move all tensors, the mask too, to one device.",
+    )
+    REQUIRES_GRAD = (
+        "requires_grad",
+        "{given} requires a gradient; the kernel takes {accepted}",
+        "Run inference under `torch.no_grad()` or `torch.inference_mode()`.",
+    )
+    FUNCTORCH = (
+        "functorch",
+        "called under {given}; the kernel takes {accepted}",
+        "Call outside of `torch.func` transforms and forward-mode AD.",
+    )
+    AUTOCAST = (
+        "autocast",
+        "autocast would cast to {given}; the kernel takes {accepted}",
+        "Cast the model to autocast's dtype, or leave autocast.",
+    )
+    DROPOUT = (
+        "dropout",
+        "dropout_p is {given}; the kernel takes {accepted}",
+        "Call `model.eval()`.",
+    )
+    CAUSAL_WITH_MASK = (
+        "causal_with_mask",
+        "given {given}; the kernel takes {accepted}",
+        "Pass one of the two, or put the causal pattern into the mask (torch answers full masks).",
+    )
+    FULL_MASK = (
+        "full_mask",
+        "the mask {given} has a row for each query; the kernel takes {accepted}",
+        "If all rows are equal, pass one: `mask[..., :1, :]`.",
+    )
+    INVALID_MASK = (
+        "invalid_mask",
+        "the mask is {given}; SDPA takes {accepted}",
+        "Pass a mask that broadcasts to `[batch, heads, queries, keys]`; torch raises on such calls too.",
+    )
+    MASK_DTYPE = (
+        "mask_dtype",
+        "the mask is {given}; SDPA takes {accepted}",
+        "Use a bool mask, or cast it to the query's dtype; torch raises on such calls too.",
+    )
+    SHORT = (
+        "short",
+        "{given} keys; the int8 route pays from {accepted}",
+        "Set `min_kv` to route shorter calls.",
+    )
+    PV = (
+        "pv",
+        "pv is {given}; this GPU takes {accepted}",
+        "Choose another `pv`.",
+    )
+    MASK_CAST = (
+        "mask_cast",
+        "the {given} mask was cast to {accepted}, because torch answers wrongly on a GPU without it",
+        "Pass the mask in the query's dtype.",
+    )
+
+
+class Reason(NamedTuple):
+    """Why a call does not take the int8 route, or a note about how torch was called.
+
+    `given` and `accepted` are formatted only when `detail` is read: under torch.compile they may be symbolic.
+    """
+
+    code: Code
+    given: object
+    accepted: object
+
+    @property
+    def detail(self) -> str:
+        """One sentence with what was given and what would have been accepted."""
+        return self.code.text.format(given=show(self.given), accepted=show(self.accepted))
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class MaskInfo:
+    """What the metadata of a mask says.
+
+    why: one sentence for the kind.  per_batch, per_head: whether the mask varies along these axes.
+    is_bool: True keeps a key; otherwise the mask is added.
+    """
+
+    kind: MaskKind
+    why: str
+    per_batch: bool = False
+    per_head: bool = False
+    is_bool: bool = False
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        name = self.kind.value.replace("_", " ")
+        return name if self.dtype is None else f"{name}, {show(self.dtype)} {show(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The answer to "who computes this call, and why"; holds no tensors.
+
+    reasons: all reasons against the int8 route, empty if it is taken.  notes: what was done besides.
+
+    >>> print(explain(query, key, value, mask))
+    sdpa because full_mask: the mask [1, 1, 4096, 512] has a row for each query; the kernel takes ...
+    """
+
+    route: Route
+    mask: MaskInfo
+    reasons: tuple[Reason, ...] = ()
+    notes: tuple[Reason, ...] = ()
+
+    @property
+    def routed(self) -> bool:
+        """Whether the int8 kernel answers."""
+        return self.route is Route.INT8
+
+    def __str__(self) -> str:
+        why = f"because {'; '.join(map(str, self.reasons))}" if self.reasons else f"(mask: {self.mask})"
+        return " ".join((f"{self.route} {why}", *(f"({note})" for note in self.notes)))
+
+
+class UnsupportedError(RuntimeError):
+    """The int8 route was required and can't answer; `decision` holds every reason."""
+
+    def __init__(self, decision: Decision) -> None:
+        super().__init__(decision)
+        self.decision = decision
+
+
+def show(value: object) -> str:
+    """Text of a dtype, shape or plain value without its class name: `bfloat16`, `[1, 8, 64]`."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(show, value))}]"
+    return str(value)

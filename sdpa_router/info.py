@@ -1,0 +1,90 @@
+"""What is installed here, what the int8 route can run on and who replaced torch's SDPA."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sdpa_router import __version__
+from sdpa_router.decision import Code, Reason
+from sdpa_router.kernels.int8_attention.limits import LIMITS, unavailable
+
+_PACKAGES = ("torch", "triton", "numpy", "diffusers", "transformers", "comfy-kitchen", "sageattention")
+_VARIABLES = ("SDPA_ROUTER", "SDPA_ROUTER_JSONL", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, devices with what runs there, settings from the environment and who patched SDPA."""
+    return {
+        "sdpa_router": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {**{name: _version(name) for name in _PACKAGES}, "torch": torch.__version__},
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "devices": [_device_facts(device) for device in _devices()],
+        "int8": {
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in LIMITS.dtypes],
+            "max_head_dim": LIMITS.max_head_dim,
+            "pv": list(LIMITS.pv),
+        },
+        "variables": {name: os.environ.get(name) for name in _VARIABLES},
+        "sdpa": sdpa_owner(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[torch.device]:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [*(torch.device("cuda", index) for index in range(gpus)), torch.device("cpu")]
+
+
+def why_not(device: torch.device) -> str | None:
+    """Return a sentence on why the int8 kernel can't run on `device`, or None if it can."""
+    found = unavailable(device)
+    if found is None:
+        return None
+    code, given, accepted = found
+    return Reason(Code[code.upper()], given, accepted).detail
+
+
+def _device_facts(device: torch.device) -> dict[str, Any]:
+    why = why_not(device)
+    facts: dict[str, Any] = {"device": str(device), "name": platform.machine(), "int8": why is None, "why": why}
+    if why is None and os.environ.get("SDPA_ROUTER") == "0":
+        facts.update(int8=False, why=Reason(Code.DISABLED, "SDPA_ROUTER=0", "any other value, or none").detail)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["name"] = properties.name
+        facts["memory_gib"] = round(properties.total_memory / 2**30, 1)
+        facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return facts
+
+
+def sdpa_owner() -> dict[str, Any]:
+    """Return whether `F.scaled_dot_product_attention` is torch's own function, and else where it was defined.
+
+    >>> sdpa_owner()
+    {'patched': False, 'by': None, 'file': None}
+    """
+    function: Any = F.scaled_dot_product_attention
+    if inspect.isbuiltin(function) and not isinstance(function, functools.partial):
+        return {"patched": False, "by": None, "file": None}
+    function = function.func if isinstance(function, functools.partial) else function
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    code = getattr(function, "__code__", None)
+    return {"patched": True, "by": f"{module}.{name}", "file": code.co_filename if code else None}

@@ -1,0 +1,1 @@
+"""Adapters to model libraries: the only modules that import those packages."""

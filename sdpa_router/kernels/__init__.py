@@ -1,0 +1,1 @@
+"""Kernels of the router; their code is in the top-level kernels/ folder."""

@@ -1,0 +1,276 @@
+"""Record decisions: counters always, one log line and one JSON line at a signature's first sight, tables on request.
+
+Under torch.compile and CUDA graphs the counts are traces and captures, not replays: `phase` says which.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from .decide import PLAIN_TYPES, Call
+from .decision import Decision, Route, show
+from .settings import Settings
+
+logger = logging.getLogger("sdpa_router.dispatch")
+
+# Signatures kept apart; when there are more, they are folded into the totals and the next ones are kept.
+MAX_SIGHTINGS = 4096
+_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__))
+
+
+class Sighting:
+    """A decision, the call that it was made for (as metadata, in no tensor), and how often it was needed."""
+
+    __slots__ = (
+        *("answered_as_given", "decision", "phase", "settings", "tick"),
+        *("_call", "_caller", "_reads", "_ticks", "_time"),
+    )
+
+    def __init__(
+        self, call: Call, decision: Decision, settings: Settings, phase: str, caller: tuple[str, int, str]
+    ) -> None:
+        self.decision = decision
+        self.settings = settings
+        self.answered_as_given = not (decision.routed or decision.notes or settings.on_unsupported == "raise")
+        self.phase = "capture" if phase == "eager" and _capturing() else phase
+        self._time = time.time()
+        self._caller = caller
+        self._call = {name: _metadata(getattr(call, name)) for name in call._fields}
+        # next() of a count is atomic where "+= 1" is not; a reading takes a tick too, which _reads makes up for.
+        self._ticks = itertools.count()
+        self._reads = 0
+        self.tick = self._ticks.__next__
+
+    @property
+    def count(self) -> int:
+        """Calls in eager mode; traces or captures in those phases."""
+        with _lock:
+            count = next(self._ticks) - self._reads
+            self._reads += 1
+        return count
+
+    @property
+    def outcome(self) -> tuple[str, tuple[str, ...]]:
+        """The route and the distinct reason codes."""
+        return self.decision.route.value, tuple({reason.code.value: None for reason in self.decision.reasons})
+
+    def record(self) -> dict[str, Any]:
+        """Return everything but the count, as JSON types."""
+        shown = {name: _show(value) for name, value in self._call.items()}
+        mask = shown.pop("attn_mask")
+        file, line, function = self._caller
+        return {
+            "time": self._time,
+            "pid": os.getpid(),
+            "phase": self.phase,
+            "backend": self.decision.route.value,
+            "reasons": [reason.code.value for reason in self.decision.reasons],
+            "notes": [note.code.value for note in self.decision.notes],
+            "detail": str(self.decision),
+            "signature": shown,
+            "mask": {"kind": self.decision.mask.kind.value, **(mask or {})},
+            "caller": f"{file}:{line} {function}",
+        }
+
+
+known: dict[Hashable, Sighting] = {}
+_folded: Counter[tuple[str, tuple[str, ...]]] = Counter()
+_lock = threading.RLock()
+_json_broken = False
+
+
+def sight(key: Hashable, call: Call, decision: Decision, settings: Settings, phase: str = "eager") -> Sighting:
+    """Return the Sighting of `key`; the first time make it, log it and write it down."""
+    sighting = known.get(key)
+    if sighting is not None:
+        return sighting
+    level, caller = _caller()
+    made = Sighting(call, decision, settings, phase, caller)
+    with _lock:
+        if len(known) >= MAX_SIGHTINGS:
+            judge_anew()
+        sighting = known.setdefault(key, made)
+    if sighting is made:
+        if settings.log and logger.isEnabledFor(logging.INFO):
+            logger.info("%s at %s:%s %s (%s)", decision, *caller, made.phase)
+        _write_json({"event": "first"}, made)
+        if settings.on_unsupported == "warn" and not decision.routed:
+            warnings.warn(str(decision), stacklevel=level)
+    return sighting
+
+
+def judge_anew() -> None:
+    """Forget the decisions and keep their counts in the totals."""
+    with _lock:
+        for sighting in known.values():
+            _folded[sighting.outcome] += sighting.count
+        known.clear()
+
+
+def reset_stats() -> None:
+    """Forget all counts and decisions, so that signatures are judged anew."""
+    with _lock:
+        known.clear()
+        _folded.clear()
+
+
+def stats() -> dict[str, Any]:
+    """Return what was decided since the start or the last reset_stats().
+
+    calls: their number.  routes: calls by route, "int8" and "sdpa".  reasons: calls by reason code; a call may count
+    under several.  signatures: one dict for each signature, as in `Recording.records`.
+    """
+    with _lock:
+        counted = [(sighting, sighting.count) for sighting in known.values()]
+        totals = _totals(counted)
+    return {**totals, "signatures": [{**sighting.record(), "count": count} for sighting, count in counted if count]}
+
+
+class Recording:
+    """What is decided, in all threads, while the context is open; made by record()."""
+
+    def __init__(self) -> None:
+        self._before: dict[Sighting, int] = {}
+        self._after: list[tuple[Sighting, int]] | None = None
+
+    def __enter__(self) -> Recording:
+        with _lock:
+            self._before = {sighting: sighting.count for sighting in known.values()}
+        self._after = None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._after = self._counted()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """One dict for each signature that was called, in the order of first sight; `count` is of this context alone.
+
+        time, pid, phase ("eager", "trace", "capture"), backend, reasons (codes), notes (codes), detail, signature,
+        mask, caller, count.
+        """
+        counted = self._counted() if self._after is None else self._after
+        return [{**sighting.record(), "count": count} for sighting, count in counted]
+
+    def table(self) -> str:
+        """Return the records as a text table."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("calls", "backend", "query", "key", "dtype", "mask", "reasons", "phase", "caller")
+        for record in self.records:
+            query, key = (record["signature"][name] for name in ("query", "key"))
+            shapes = (query.get("shape", query.get("type")), key.get("shape", key.get("type")))
+            reasons = ", ".join(record["reasons"] + record["notes"])
+            cells = (
+                record["count"],
+                record["backend"],
+                *shapes,
+                query.get("dtype", ""),
+                record["mask"]["kind"],
+                reasons,
+            )
+            table.add_row(*map(str, (*cells, record["phase"], record["caller"])))
+        text = io.StringIO()
+        Console(file=text, width=200).print(table)
+        return text.getvalue()
+
+    def _counted(self) -> list[tuple[Sighting, int]]:
+        with _lock:
+            counted = [(sighting, sighting.count - self._before.get(sighting, 0)) for sighting in known.values()]
+        return [(sighting, count) for sighting, count in counted if count > 0]
+
+
+def record() -> Recording:
+    """Return a context manager that collects what is decided inside it.
+
+    >>> with record() as seen, route():
+    ...     model(x)
+    >>> print(seen.table())
+    """
+    return Recording()
+
+
+def _totals(counted: list[tuple[Sighting, int]]) -> dict[str, Any]:
+    calls = Counter(_folded)
+    for sighting, count in counted:
+        calls[sighting.outcome] += count
+    routes = {route.value: 0 for route in Route}
+    reasons: Counter[str] = Counter()
+    for (route, codes), count in calls.items():
+        routes[route] += count
+        reasons.update(dict.fromkeys(codes, count) if count else {})
+    return {"calls": sum(routes.values()), "routes": routes, "reasons": dict(reasons)}
+
+
+def _metadata(value: object) -> object:
+    """Return what a record keeps of an argument: a tensor's (shape, strides, dtype, device), else a plain value."""
+    if isinstance(value, (bool, int, float, type(None))):
+        return value
+    if type(value) not in PLAIN_TYPES or value.is_nested or value.layout != torch.strided:  # type: ignore[attr-defined]
+        return type(value).__name__
+    return value.shape, value.stride(), value.dtype, value.device  # type: ignore[attr-defined]
+
+
+def _show(metadata: Any) -> Any:
+    if isinstance(metadata, str):
+        return {"type": metadata}
+    if not isinstance(metadata, tuple):
+        return plain_number(metadata)
+    shape, strides, dtype, device = metadata
+    shape, strides = ([plain_number(n) for n in numbers] for numbers in (shape, strides))
+    return {"shape": shape, "strides": strides, "dtype": show(dtype), "device": str(device)}
+
+
+def plain_number(value: Any) -> Any:
+    """Return the example value of a symbolic number without making the graph depend on it; other things as they are."""
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _caller() -> tuple[int, tuple[str, int, str]]:
+    """Return the stack level for warnings.warn() in the calling function, and file, line and name of the user's call."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    return level, (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _write_json(line: dict[str, Any], sighting: Sighting | None = None) -> None:
+    """Append to the file that SDPA_ROUTER_JSONL names; a call must not fail because its record can't be written."""
+    global _json_broken
+    path = os.environ.get("SDPA_ROUTER_JSONL")
+    if not path or _json_broken:
+        return
+    try:
+        text = json.dumps(line if sighting is None else {**line, **sighting.record()})
+        with _lock, open(path, "a", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        _json_broken = True
+        warnings.warn(f"SDPA_ROUTER_JSONL={path} can't be written, no more lines follow: {error}", stacklevel=2)
+
+
+@atexit.register
+def _write_totals() -> None:
+    totals = stats()
+    if totals["calls"]:
+        del totals["signatures"]
+        _write_json({"event": "totals", "time": time.time(), "pid": os.getpid(), **totals})

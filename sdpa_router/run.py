@@ -1,0 +1,68 @@
+"""Run a call that was decided: the only place that calls a kernel or torch's own SDPA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from .decide import Call
+from .kernels.int8_attention import op as _op  # noqa: F401 (registers the operators)
+from .mask import key_view
+
+Attention = Callable[..., torch.Tensor]
+
+# What F.scaled_dot_product_attention was before the router took its place; None while it is not there.
+below: Attention | None = None
+
+
+def torch_attention() -> Attention:
+    """Return torch's function, or a foreign one that had replaced it before the router came."""
+    return F.scaled_dot_product_attention if below is None else below
+
+
+def int8(call: Call, pv: str) -> torch.Tensor:
+    """Answer `call` with the int8 kernel; it must have been decided."""
+    return int8_with_lse(call, pv, return_lse=False)[0]
+
+
+def int8_with_lse(call: Call, pv: str, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Answer `call` with (out, lse [B, H, Q]); lse is empty unless asked for."""
+    query, key, value, mask, _, is_causal, scale, _ = call
+    row = None if mask is None else key_view(mask)
+    number = None if scale is None else float(scale)
+    out, lse = torch.ops.sdpa_router.int8_attention(query, key, value, row, is_causal, number, return_lse, pv)
+    return out, lse
+
+
+def int8_into(call: Call, pv: str, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Answer `call` into buffers: out like the query, lse float32 [B, H, Q]."""
+    query, key, value, mask, _, is_causal, scale, _ = call
+    row = None if mask is None else key_view(mask)
+    number = None if scale is None else float(scale)
+    torch.ops.sdpa_router.int8_attention_out(query, key, value, row, is_causal, number, pv, out, lse)
+
+
+def native(call: Call, attention: Attention, *, cast_mask: bool) -> torch.Tensor:
+    """Answer `call` with `attention`, torch's function or what stood in its place, with the arguments untouched.
+
+    cast_mask: what needs_mask_cast() says; the one exception.
+    """
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
+    if cast_mask and mask is not None:
+        mask = _cast_mask(mask, query.dtype)
+    if scale is None and enable_gqa is False:
+        return attention(query, key, value, mask, dropout_p, is_causal)
+    return attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _cast_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast a mask: expanded axes stay expanded, finite values stay finite and -inf stays -inf."""
+    compact = mask
+    for axis, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            compact = compact.narrow(axis, 0, 1)
+    limit = torch.finfo(dtype).max
+    clamped = torch.where(compact.isinf(), compact, compact.clamp(-limit, limit))
+    return clamped.to(dtype).expand(mask.shape)

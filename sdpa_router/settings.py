@@ -1,0 +1,87 @@
+"""Settings of a routed region, the names that stand for them, and the name that is active in this thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .kernels.int8_attention.limits import LIMITS
+
+if TYPE_CHECKING:
+    from .decide import Call
+
+ON_UNSUPPORTED = ("fallback", "warn", "raise")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How calls are routed; raises ValueError or TypeError for a value that it doesn't take.
+
+    on_unsupported: "fallback" to torch silently, "warn" once a signature, or "raise" UnsupportedError.
+    min_kv: the fewest keys to route; None takes the measured crossover.  pv: precision of P @ V, "auto" or "16bit".
+    skip: a predicate on the Call; True sends it to torch.  log: whether a first sight is logged.
+    """
+
+    on_unsupported: str = "fallback"
+    min_kv: int | None = None
+    pv: str = "auto"
+    skip: Callable[[Call], bool] | None = None
+    log: bool = True
+
+    def __post_init__(self) -> None:
+        if self.on_unsupported not in ON_UNSUPPORTED:
+            raise ValueError(f"on_unsupported is {self.on_unsupported!r}; accepted: {', '.join(ON_UNSUPPORTED)}")
+        if self.min_kv is not None and (type(self.min_kv) is not int or self.min_kv < 0):
+            raise ValueError(f"min_kv is {self.min_kv!r}; accepted: None or an int of at least 0")
+        if self.pv not in LIMITS.pv:
+            raise ValueError(f"pv is {self.pv!r}; accepted: {', '.join(LIMITS.pv)}")
+        if self.skip is not None and not callable(self.skip):
+            raise TypeError(f"skip is {self.skip!r}; accepted: None or a function of a Call")
+        if type(self.log) is not bool:
+            raise TypeError(f"log is {self.log!r}; accepted: True or False")
+
+
+class _Kept:
+    """Settings by name, as attributes: torch.compile guards the one that it reads; of a dict it would guard the size."""
+
+
+# The name "off" means "not routing"; its settings are the defaults. A compiled graph is guarded by the name, so that
+# equal settings share a graph. It is a str because torch.compile turns an int that changes into a symbol, and torch 2.7
+# misreads an object in a threading.local.
+OFF = "off"
+_kept = _Kept()
+skipping: set[str] = set()  # names of settings with a skip
+_names: dict[Settings, str] = {}
+_lock = threading.Lock()
+active = threading.local()
+
+
+def intern(settings: Settings) -> str:
+    """Return the name of `settings`, the same one for equal settings; both are kept for the life of the process."""
+    with _lock:
+        name = _names.setdefault(settings, f"settings{len(_names)}")
+        setattr(_kept, name, settings)
+        if settings.skip is not None:
+            skipping.add(name)
+    return name
+
+
+def settings_of(name: str) -> Settings:
+    """Return the settings with this name."""
+    settings: Settings = getattr(_kept, name)
+    return settings
+
+
+def active_name() -> str:
+    """Return the name of the settings that hold in this thread, OFF outside of route()."""
+    return getattr(active, "name", OFF)
+
+
+def activate(name: str) -> None:
+    """Let the settings `name` hold in this thread."""
+    active.name = name
+
+
+setattr(_kept, OFF, Settings())
