@@ -109,7 +109,7 @@ def int8_attention(
     if codes:
         refuse(codes, decide_kernel, call, pv)
     if out is None and lse is None:
-        answer = run.int8_with_lse(call, pv, return_lse=return_lse)
+        answer = run.int8(query, key, value, attn_mask, is_causal, scale, pv, return_lse=return_lse)
         return answer if return_lse else answer[0]
     if out is not None:
         _check_buffer("out", out, query, query.shape, query.dtype)

@@ -79,9 +79,12 @@ def dispatch(
         call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         sighting = _judge(call, name, skipped, signature)
     sighting.tick()
-    if sighting.answered_as_given:
+    if sighting.as_given:
         return None
-    return _answer(sighting, Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), attention)
+    if sighting.decision.reasons:
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _refuse_or_cast(sighting, call, attention)
+    return run.int8(query, key, value, attn_mask, is_causal, scale, sighting.settings.pv)[0]
 
 
 def _judge(call: Call, name: str, skipped: bool, signature: Hashable) -> Sighting:
@@ -93,9 +96,7 @@ def _judge(call: Call, name: str, skipped: bool, signature: Hashable) -> Sightin
     return sight(signature or (name, str(decision)), call, decision, settings)
 
 
-def _answer(sighting: Sighting, call: Call, attention: run.Attention) -> torch.Tensor:
-    if sighting.decision.routed:
-        return run.int8(call, sighting.settings.pv)
+def _refuse_or_cast(sighting: Sighting, call: Call, attention: run.Attention) -> torch.Tensor:
     if sighting.settings.on_unsupported == "raise":
         raise UnsupportedError(sighting.decision)
     return run.native(call, attention, cast_mask=True)
@@ -116,11 +117,12 @@ def _traced(call: Call, name: str, attention: run.Attention) -> torch.Tensor:
     from torch._dynamo.comptime import comptime
 
     settings = settings_of(name)
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call  # read by _record_trace
+    # All of these are local variables because _record_trace reads them.
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call  # noqa: RUF059
     codes = [reason.code.value for reason in reasons_against(call, settings)]
     comptime(_record_trace)
     if not codes:
-        return run.int8(call, settings.pv)
+        return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv)[0]
     if settings.on_unsupported == "raise":
         refuse(codes, decide, call, settings)
     return run.native(call, attention, cast_mask=needs_mask_cast(call))

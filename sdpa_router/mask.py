@@ -45,5 +45,7 @@ def classify_mask(attn_mask: torch.Tensor | None, batch: int, heads: int, q_len:
 
 def key_view(attn_mask: torch.Tensor) -> torch.Tensor:
     """View a PER_KEY mask as [1 or B, 1 or H, 1, 1 or K]: the query axis is cut to one row, nothing is copied."""
+    if attn_mask.dim() == 4 and attn_mask.shape[2] == 1:
+        return attn_mask
     row = attn_mask.narrow(-2, 0, 1)
     return row[(None,) * (4 - row.dim())]

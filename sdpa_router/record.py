@@ -36,7 +36,7 @@ class Sighting:
     """A decision, the call that it was made for (as metadata, in no tensor), and how often it was needed."""
 
     __slots__ = (
-        *("answered_as_given", "decision", "phase", "settings", "tick"),
+        *("as_given", "decision", "phase", "settings", "tick"),
         *("_call", "_caller", "_reads", "_ticks", "_time"),
     )
 
@@ -45,7 +45,7 @@ class Sighting:
     ) -> None:
         self.decision = decision
         self.settings = settings
-        self.answered_as_given = not (decision.routed or decision.notes or settings.on_unsupported == "raise")
+        self.as_given = not (decision.routed or decision.notes or settings.on_unsupported == "raise")
         self.phase = "capture" if phase == "eager" and _capturing() else phase
         self._time = time.time()
         self._caller = caller

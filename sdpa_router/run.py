@@ -22,26 +22,30 @@ def torch_attention() -> Attention:
     return F.scaled_dot_product_attention if below is None else below
 
 
-def int8(call: Call, pv: str) -> torch.Tensor:
-    """Answer `call` with the int8 kernel; it must have been decided."""
-    return int8_with_lse(call, pv, return_lse=False)[0]
-
-
-def int8_with_lse(call: Call, pv: str, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Answer `call` with (out, lse [B, H, Q]); lse is empty unless asked for."""
-    query, key, value, mask, _, is_causal, scale, _ = call
-    row = None if mask is None else key_view(mask)
+def int8(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    pv: str,
+    *,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse [B, H, Q]) of the int8 kernel, for a call that was decided; lse is empty unless asked for."""
+    mask = None if attn_mask is None else key_view(attn_mask)
     number = None if scale is None else float(scale)
-    out, lse = torch.ops.sdpa_router.int8_attention(query, key, value, row, is_causal, number, return_lse, pv)
+    out, lse = torch.ops.sdpa_router.int8_attention(query, key, value, mask, is_causal, number, return_lse, pv)
     return out, lse
 
 
 def int8_into(call: Call, pv: str, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Answer `call` into buffers: out like the query, lse float32 [B, H, Q]."""
-    query, key, value, mask, _, is_causal, scale, _ = call
-    row = None if mask is None else key_view(mask)
+    """Let the int8 kernel answer `call`, which was decided, into buffers: out like the query, lse float32 [B, H, Q]."""
+    query, key, value, attn_mask, _, is_causal, scale, _ = call
+    mask = None if attn_mask is None else key_view(attn_mask)
     number = None if scale is None else float(scale)
-    torch.ops.sdpa_router.int8_attention_out(query, key, value, row, is_causal, number, pv, out, lse)
+    torch.ops.sdpa_router.int8_attention_out(query, key, value, mask, is_causal, number, pv, out, lse)
 
 
 def native(call: Call, attention: Attention, *, cast_mask: bool) -> torch.Tensor:
