@@ -46,7 +46,7 @@ class Quantized(NamedTuple):
     lse_term: torch.Tensor | None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "NP", "heads"])
 def _prepare_bias(MASK, BIAS, ANCHOR, N, NP, heads, s_b, s_h, s_n, IS_BOOL: tl.constexpr, BLOCK: tl.constexpr):
     """One program a mask row: any dtype and strides to float32 in log2 units, shifted so that its largest is 0."""
     row = tl.program_id(0).to(tl.int64)
@@ -108,11 +108,11 @@ def _inverse(peak):
 
 @triton.jit
 def _round(y):
-    """Nearest int8, ties to even: adding 1.5 * 2^23 leaves the integer in the low bits, at a quarter of a cast's cost."""
+    """Nearest int8, ties to even: adding 1.5 * 2^23 leaves the integer in the low bits, cheaper than a cast."""
     return (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "NP", "step", "heads", "bias_rows"])
 def _key_shift(
     K, BIAS, SHIFT, ROTATION, N, NP, step, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -141,8 +141,8 @@ def _key_shift(
         for start in range(0, end, stride):
             n = start + rows
             keep = _kept(BIAS, bias_rows, s_bias_h * NP, n, N, HAS_BIAS)
-            x = tl.load(K + n[:, None].to(tl.int64) * s_n + cols[None, :], mask=keep[:, None] & (cols < D)[None, :], other=0)
-            total += x.to(tl.float32)
+            inside = keep[:, None] & (cols < D)[None, :]
+            total += tl.load(K + n[:, None].to(tl.int64) * s_n + cols[None, :], mask=inside, other=0).to(tl.float32)
             count += keep.to(tl.float32)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0)
     parts = mean.reshape([DP // B, B])
@@ -150,11 +150,12 @@ def _key_shift(
     tl.store(SHIFT + head * DP + cols, shift.reshape([DP]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "heads", "group", "bias_rows"])
 def _quantize(
-    X, SHIFT, ROTATION, BIAS, Y, SCALE, LSE_TERM, factor, lse_factor, L, heads, group, bias_rows, s_b, s_h, s_l, s_bias_b, s_bias_h,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, IS_KEY: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
+    X, SHIFT, ROTATION, BIAS, Y, SCALE, LSE_TERM, factor, lse_factor, L, heads, group, bias_rows,
+    s_b, s_h, s_l, s_bias_b, s_bias_h,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, IS_KEY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program a block of ROWS rows of one head: a scale for each row of a query, one scale for a block of keys."""
     block = tl.program_id(0)
@@ -220,7 +221,7 @@ def quantize(
         bias_rows = group if bias.shape[1] > 1 else 1
     shift = empty((batch, kv_heads, padded), dtype=torch.float32)
     rotation = empty((rotated, rotated), dtype=query.dtype)
-    shared = dict(D=head_dim, DP=padded, B=rotated, HAS_BIAS=bias is not None)
+    shared = {"D": head_dim, "DP": padded, "B": rotated, "HAS_BIAS": bias is not None}
     mask = bias if bias is not None else shift
     _key_shift[(batch * kv_heads,)](
         key, mask, shift, rotation, kv_len, blocks * config.block_n, max(1, kv_len // _SHIFT_SAMPLES), kv_heads,
@@ -229,7 +230,8 @@ def quantize(
     key8 = empty((batch, kv_heads, blocks * config.block_n, padded), dtype=torch.int8)
     key_scale = empty((batch, kv_heads, blocks), dtype=torch.float32)
     _quantize[(blocks, batch * kv_heads)](
-        key, shift, rotation, mask, key8, key_scale, key_scale, 1.0, 1.0, kv_len, kv_heads, 1, bias_rows, *key.stride()[:3], *strides,
+        key, shift, rotation, mask, key8, key_scale, key_scale, 1.0, 1.0, kv_len, kv_heads, 1, bias_rows,
+        *key.stride()[:3], *strides,
         ROWS=config.block_n, IS_KEY=True, HAS_LSE=False, UPCAST=interpreting(), num_warps=8, **shared,
     )  # fmt: skip
     query8 = empty((batch, heads, q_len, padded), dtype=torch.int8)
@@ -238,8 +240,8 @@ def quantize(
     shared["HAS_BIAS"] = False
     rows = 64 if padded <= 128 else 32
     _quantize[(triton.cdiv(q_len, rows), batch * heads)](
-        query, shift, rotation, shift, query8, query_scale, lse_term if lse_term is not None else shift, scale * LOG2E / rotated,
-        scale / rotated, q_len, heads, group, 1, *query.stride()[:3], 0, 0,
+        query, shift, rotation, shift, query8, query_scale, lse_term if lse_term is not None else shift,
+        scale * LOG2E / rotated, scale / rotated, q_len, heads, group, 1, *query.stride()[:3], 0, 0,
         ROWS=rows, IS_KEY=False, HAS_LSE=lse, UPCAST=interpreting(), num_warps=8, **shared,
     )  # fmt: skip
     return Quantized(query8, query_scale, key8, key_scale, bias, anchor, lse_term)
