@@ -224,7 +224,7 @@ def refuse(codes: list[str], decide_again: Callable[..., Decision], *arguments: 
     """Raise UnsupportedError, from Python as graphs can't; under fullgraph=True torch raises its own with the codes."""
     if _compiling():
         torch._dynamo.graph_break(f"sdpa_router.UnsupportedError: {', '.join(codes)}")
-        torch.compiler.disable(_raise)(decide_again, *arguments)  # type: ignore[no-untyped-call]
+        torch.compiler.disable(_raise)(decide_again, *arguments)
     _raise(decide_again, *arguments)
 
 
