@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import importlib
 import statistics
 import sys
 import time
@@ -25,17 +26,18 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import full_models
 import pipelines
 import torch
 import torch.nn.functional as functional
 from records import RESULTS, Invocation, commit_here, table
 from timing import Effort, Run, Timing, interleaved
-from tqdm import tqdm
 
 import sdpa_router
 from sdpa_router.testing import BUDGET, relative_error
+
+tqdm: Any = importlib.import_module("tqdm").tqdm
+diffusers = pipelines.diffusers
 
 HEADER = ("model", "routed calls", "native calls", "masks", "worst call", "output", "VAE calls")
 
@@ -226,7 +228,7 @@ class Steps:
         for impl in ("native", "routed"):
             began = time.monotonic()
             with sdpa_router.record() as seen:
-                latents = self.stage(f"{name} {impl}: denoising", lambda impl=impl: self.denoised(impl))
+                latents = self.stage(f"{name} {impl}: denoising", functools.partial(self.denoised, impl))
             if self.native_latents is None:
                 self.native_latents = latents
             calls: Counter[str] = Counter()
@@ -247,8 +249,8 @@ class Steps:
             }
         if variant == "eager":
             for impl, row in rows.items():
-                row["attention_ms"] = self.stage(f"{name} {impl}: attention share", lambda impl=impl: self.share(impl))
-        runs = {impl: Run(self.step, lambda impl=impl: self.context(impl)) for impl in rows}
+                row["attention_ms"] = self.stage(f"{name} {impl}: attention share", functools.partial(self.share, impl))
+        runs = {impl: Run(self.step, functools.partial(self.context, impl)) for impl in rows}
         effort = Effort(self.options.budget_ms, 5, 30)
         times = self.stage(f"{name}: timing", lambda: _timed(runs, self.device, effort))
         for impl, row in rows.items():

@@ -7,12 +7,14 @@ padding, as text encoders would return them.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import torch
+
+diffusers: Any = importlib.import_module("diffusers")  # without types
 
 _TEXT = 24  # tokens of a prompt, of which the last _PADDED are padding
 _PADDED = 9
@@ -291,8 +293,9 @@ def build(
 
 def images(small: Small, seed: int = 0) -> torch.Tensor:
     """Run the pipeline and return its images or video."""
-    device = small.model.device
-    return small.pipe(**small.call, generator=torch.Generator(device).manual_seed(seed))[0]
+    generator = torch.Generator(small.model.device).manual_seed(seed)
+    made: torch.Tensor = small.pipe(**small.call, generator=generator)[0]
+    return made
 
 
 def first_inputs(small: Small) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -143,14 +143,12 @@ class _Probe:
         """Run the module with all of its calls seen."""
         devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
         routed = route(min_kv=self._settings.min_kv, pv=self._settings.pv, skip=_ask_probe, log=False)
-        stance = torch.compiler.set_stance("force_eager")
         _thread.probe = self
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices), stance, routed:
+            with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), routed:
                 return module(*inputs, **kwargs)
         finally:
             del _thread.probe
-            del self._inside[1:]
 
     @contextlib.contextmanager
     def following(self, module: torch.nn.Module) -> Iterator[None]:

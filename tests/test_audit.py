@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from sdpa_router import Audit, Settings, audit, disable, enable, int8_attention, record, route
 from sdpa_router.audit import AuditRow
@@ -138,7 +139,9 @@ def test_calls_that_torch_answers_are_listed_with_their_reasons(model, x):
 def test_settings_count(model, x):
     assert {row.reasons for row in audit(model, x, settings=Settings(min_kv=41), show=False).rows} == {("short",)}
     skip = Settings(min_kv=0, skip=lambda call: True, on_unsupported="raise")
-    assert {row.reasons for row in audit(model, x, settings=skip, show=False).rows} == {("skipped",)}
+    found = audit(model, x, settings=skip, show=False)
+    assert {row.reasons for row in found.rows} == {("skipped",)}
+    assert found.output_error == 0
 
 
 def test_the_module_is_left_as_it_was(model, x):
@@ -202,8 +205,13 @@ def test_outputs_of_all_kinds(x):
 
 def test_compiled_modules_run_eagerly(model, x):
     expected = audit(model, x, settings=EVERY, show=False)
-    model.blocks[0].compile(backend="aot_eager")
-    assert audit(torch.compile(model, backend="aot_eager"), x, settings=EVERY, show=False) == expected
+    counter = CompileCounter()
+    model.blocks[0].compile(backend=counter)
+    compiled = torch.compile(model, backend=counter)
+    assert audit(compiled, x, settings=EVERY, show=False) == expected
+    assert counter.frame_count == 0
+    compiled(x)
+    assert counter.frame_count > 0
 
 
 def test_what_cannot_be_audited():

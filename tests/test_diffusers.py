@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -561,3 +563,17 @@ def test_the_joint_mask_of_qwen_image_has_a_gap(device):
     kept = masks[0].flatten().tolist()
     assert kept == [True] * 15 + [False] * 9 + [True] * 16
     assert {(entry["backend"], entry["mask"]["kind"]) for entry in seen.records} == {("int8", "per_key")}
+
+
+def test_the_table_of_models(tmp_path):
+    script, out = Path(pipelines.__file__).with_name("bench_models.py"), tmp_path / "models.jsonl"
+    command = [sys.executable, script, "--table", "--models", "Qwen-Image,HunyuanVideo", "--out", out]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    header, _, *rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert header.startswith("| model | routed calls | native calls |")
+    assert rows[0].startswith("| Qwen-Image | 2 | 0 | per key bool [1, 1, 1, 40] | 0.00")
+    assert rows[1].startswith(
+        "| HunyuanVideo | 2 | 1 (full_mask) | full bool [1, 2, 24, 24]; per key bool [1, 1, 1, 56]"
+    )
+    assert all(row.endswith("| 1 native, 0 routed |") for row in rows)
+    assert [json.loads(line)["model"] for line in out.read_text().splitlines()] == ["Qwen-Image", "HunyuanVideo"]
