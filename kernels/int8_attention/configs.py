@@ -10,19 +10,25 @@ import torch
 
 
 class Config(NamedTuple):
-    """block_m query rows and block_n keys a step; one key scale serves block_n keys."""
+    """block_m query rows and block_n keys a step; gluon: the kernel of hopper.py, with four key scales for block_n keys."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     tma: bool = False
+    gluon: bool = False
 
 
 # By padded head_dim. Set so that no variant spills on Triton 3.6 and 3.9 (tests/test_aot.py); not timed, but for sm_90.
 _AMPERE = {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(32, 64, 8, 2)}
 # sm_90 with TMA: the best of bench/bench_configs.py on an H200 (bench/results/configs.jsonl).
 _HOPPER = {64: Config(64, 128, 4, 2, True), 128: Config(64, 128, 4, 2, True), 256: Config(128, 64, 8, 3, True)}
+_HOPPER_GLUON = {
+    64: Config(128, 128, 4, 3, True, True),
+    128: Config(128, 128, 4, 3, True, True),
+    256: Config(128, 64, 4, 2, True, True),
+}
 _HOPPER_POINTERS = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 2)}
 _CDNA = {64: Config(128, 64, 8, 1), 128: Config(128, 32, 8, 1), 256: Config(64, 32, 8, 1)}
 _RDNA = {64: Config(128, 64, 8, 1), 128: Config(64, 32, 8, 1), 256: Config(32, 16, 8, 1)}
@@ -47,6 +53,24 @@ def config_for(arch: int | str, head_dim: int, describable: bool = True) -> Conf
     elif arch.startswith("gfx"):
         table = _CDNA if arch.startswith("gfx9") else _RDNA
     return table[max(64, padded_head_dim(head_dim))]
+
+
+def config_of(query: torch.Tensor, value: torch.Tensor) -> Config:
+    """The configuration for a call on these tensors."""
+    arch, fits, padded = arch_of(query.device), describable(value), padded_head_dim(query.shape[3])
+    if arch == 90 and fits and padded in _HOPPER_GLUON and hopper_unavailable() is None:
+        return _HOPPER_GLUON[padded]
+    return config_for(arch, query.shape[3], fits)
+
+
+@functools.lru_cache(maxsize=None)
+def hopper_unavailable() -> str | None:
+    """Why this Triton can't run the kernel for Hopper, so that sm_90 gets the portable one; None if it can."""
+    try:
+        from . import hopper  # noqa: F401
+    except (ImportError, AttributeError, TypeError) as error:
+        return f"this Triton has no Gluon that hopper.py knows: {error}"
+    return None
 
 
 def describable(value: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .configs import arch_of, config_for, describable
+from .configs import config_of
 
 _LIBRARY = torch.library.Library("sdpa_router", "FRAGMENT")
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float? scale"
@@ -51,7 +51,7 @@ def _int8_attention_out(
     from .forward import attention
     from .quantize import quantize
 
-    config = config_for(arch_of(query.device), query.shape[3], describable(value))
+    config = config_of(query, value)
     softmax_scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
     with torch.cuda.device_of(query):  # Triton launches on the current device
         quantized = quantize(query, key, attn_mask, softmax_scale, config, lse=lse is not None)
