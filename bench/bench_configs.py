@@ -78,15 +78,16 @@ def sweep(head_dim: int, out_file) -> None:
                 if not row[f"{name}_error"] < 0.0125:
                     raise RuntimeError(f"error {row[f'{name}_error']:.4f} without mask kind {name}")
                 row[f"{name}_ms"] = median_ms(run)
-            row["quantize_ms"] = median_ms(
-                lambda config=config: quantize(query, key, None, scale, config, lse=False)
-            )
+            row["quantize_ms"] = median_ms(lambda config=config: quantize(query, key, None, scale, config, lse=False))
         except Exception as error:  # a configuration that does not fit the chip is a row, not the end of the sweep
             print(f"{tuple(config)}: {type(error).__name__} {str(error)[:90]}", flush=True)
             continue
         times = " ".join(f"{n} {row[f'{n}_ms']:.3f}" for n in ("none", "fade", "lse", "quantize"))
-        print(f"{tuple(config)}: {flops / row['none_ms'] / 1e9:.0f} TFLOPS, {times} ms, error {row['none_error']:.4f} "
-              f"{row['fade_error']:.4f}", flush=True)
+        print(
+            f"{tuple(config)}: {flops / row['none_ms'] / 1e9:.0f} TFLOPS, {times} ms, error {row['none_error']:.4f} "
+            f"{row['fade_error']:.4f}",
+            flush=True,
+        )
         if out_file:
             out_file.write(json.dumps(row) + "\n")
 

@@ -59,14 +59,15 @@ def attention_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dic
                 "HAS_LSE": lse, "CAUSAL": causal_, "EVEN_N": even, "TMA": tma, "UPCAST": False,
             }  # fmt: skip
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
-            yield f"attention D{head_dim} {dtype} {name}{' tma' if tma else ''}", forward._attention, types, constants, options
+            label = f"attention D{head_dim} {dtype} {name}{' tma' if tma else ''}"
+            yield label, forward._attention, types, constants, options
 
 
 def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict, dict]]:
     for head_dim in HEAD_DIMS:
         padded = padded_head_dim(head_dim)
         shared = {"D": head_dim, "DP": padded, "B": min(padded, 128)}
-        rows = config_for(arch, head_dim).block_n
+        rows, q_rows = config_for(arch, head_dim).block_n, 64 if padded <= 128 else 32
         types = dict.fromkeys("SHIFT BIAS SCALE LSE_TERM".split(), "*fp32") | {
             "X": "*bf16", "K": "*bf16", "ROTATION": "*bf16", "Y": "*i8", "factor": "fp32", "lse_factor": "fp32",
             **integers("L N NP step heads group bias_rows s_b s_h s_l s_n s_bias_b s_bias_h"),
@@ -74,8 +75,8 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
         for name, constants, warps in (
             ("key", {"ROWS": rows, "IS_KEY": True, "HAS_BIAS": False, "HAS_LSE": False}, 8),
             ("masked key", {"ROWS": rows, "IS_KEY": True, "HAS_BIAS": True, "HAS_LSE": False}, 8),
-            ("query", {"ROWS": 64 if padded <= 128 else 32, "IS_KEY": False, "HAS_BIAS": False, "HAS_LSE": False}, 8),
-            ("query lse", {"ROWS": 64 if padded <= 128 else 32, "IS_KEY": False, "HAS_BIAS": False, "HAS_LSE": True}, 8),
+            ("query", {"ROWS": q_rows, "IS_KEY": False, "HAS_BIAS": False, "HAS_LSE": False}, 8),
+            ("query lse", {"ROWS": q_rows, "IS_KEY": False, "HAS_BIAS": False, "HAS_LSE": True}, 8),
         ):
             constants = shared | constants | {"UPCAST": False}
             yield f"quantize D{head_dim} {name}", quantize._quantize, types, constants, {"num_warps": warps}
@@ -109,8 +110,10 @@ def cuda_facts(binary: bytes) -> tuple[str, int]:
         file.write(binary)
         file.flush()
         tool = os.path.join(TOOLS, "cuobjdump")
-        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        sass, usage = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-sass", "--dump-resource-usage")
+        )
     local = sum(int(n) for n in re.findall(r"(?:LOCAL|STACK):(\d+)", usage))
     return sass, local + len(re.findall(r"\b(?:LDL|STL)\b", sass))
 

@@ -29,7 +29,8 @@ def test_every_variant_compiles_within_the_chip(chip):
     limit, products = CHIPS[chip]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("aot_compile.py")
-    run = subprocess.run([sys.executable, str(script), chip], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(script), chip]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(rows) > 30

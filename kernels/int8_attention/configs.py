@@ -80,7 +80,7 @@ def describable(value: torch.Tensor) -> bool:
     return all(stride > 0 and stride * value.element_size() % 16 == 0 for stride in value.stride()[:3])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _descriptors() -> bool:
     """Whether this Triton has host-made descriptors (3.4 and newer)."""
     return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None

@@ -26,14 +26,17 @@ def _scores(q, K8, row, n0, DP: tl.constexpr, BN: tl.constexpr, TMA: tl.constexp
 
 
 @triton.jit
-def _values(V, b, h, n0, N, s_vn, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr):
+def _values(
+    V, b, h, n0, N, s_vn,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """[BN, DP] of V; zeros past head_dim and past the last key."""
     if TMA:
         v = V.load([b, h, n0, 0]).reshape([BN, DP])
     else:
         n = tl.arange(0, BN)[:, None]
         d = tl.arange(0, DP)[None, :]
-        start = V + tl.cast(n0, tl.int64) * s_vn + n * s_vn + d
+        start = V + (n0 + n).to(tl.int64) * s_vn + d
         if TAIL:
             v = tl.load(start, mask=(n0 + n < N) & (d < D), other=0)
         elif D != DP:
@@ -80,7 +83,8 @@ def _step(
     return acc, total, new_top
 
 
-@triton.jit
+# Lengths and head counts are not specialised: no compilation for a length of 1 (ptxas 12.8 dies there) or of 16 * n.
+@triton.jit(do_not_specialize=["M", "N", "NP", "heads", "group"])
 def _attention(
     Q8, Q_SCALE, K8, K_SCALE, BIAS, ANCHOR, LSE_TERM, V, OUT, LSE, M, N, NP, heads, group,
     s_vb, s_vh, s_vn, s_ob, s_oh, s_om, s_lb, s_lh, s_lm, s_bias_b, s_bias_h,
@@ -188,4 +192,3 @@ def attention(
         TMA=config.tma, UPCAST=interpreting(),
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
-

@@ -47,7 +47,7 @@ def _compiled_kernels() -> bool:
     return standard is not None and hasattr(standard.max, "cache_key")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _version(package: str) -> tuple[int, int] | None:
     for name in (package, f"{package}-windows", f"{package}-rocm", f"pytorch-{package}-rocm"):
         try:
@@ -66,9 +66,10 @@ def unavailable(device: torch.device) -> tuple[str, str, str] | None:
     if device.type == "cpu" and interpreting():
         numpy = _version("numpy")
         if numpy is None or (triton < _INTERPRETER_TRITON and numpy >= _INTERPRETER_NUMPY):
-            return "kernel", f"Triton {_text(triton)}'s interpreter with numpy {_text(numpy)}", "numpy < 2.4 or Triton >= 3.7"
+            pair = f"the interpreter of Triton {_text(triton)} with numpy {_text(numpy)}"
+            return "kernel", pair, "numpy < 2.4 or Triton >= 3.7"
         if _compiled_kernels():
-            return "kernel", "Triton imported before TRITON_INTERPRET=1 was set", "the variable set before the first import"
+            return "kernel", "Triton imported before TRITON_INTERPRET=1 was set", "the variable set before that"
         return None
     if device.type != "cuda":
         return "device", f"{device.type} tensors", "CUDA or ROCm tensors; CPU tensors when TRITON_INTERPRET=1 is set"
@@ -81,7 +82,8 @@ def unavailable(device: torch.device) -> tuple[str, str, str] | None:
     if capability < LIMITS.min_capability:
         return "capability", f"sm_{_text(capability, '')}", f"sm_{_text(LIMITS.min_capability, '')} or newer"
     if capability[0] == 10 and triton < _BLACKWELL_TRITON:
-        return "kernel", f"Triton {_text(triton)} on sm_{_text(capability, '')}", f"Triton >= {_text(_BLACKWELL_TRITON)} there"
+        pair = f"Triton {_text(triton)} on sm_{_text(capability, '')}"
+        return "kernel", pair, f"Triton >= {_text(_BLACKWELL_TRITON)} there"
     return None
 
 

@@ -51,10 +51,10 @@ class Quantized(NamedTuple):
     live: torch.Tensor | None = None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "NP", "heads"])
 def _prepare_bias(
-    MASK, BIAS, ANCHOR, LIVE, N, NP, heads, s_b, s_h, s_n, IS_BOOL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
+    MASK, BIAS, ANCHOR, LIVE, N, NP, heads, s_b, s_h, s_n,
+    IS_BOOL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):  # fmt: skip
     """One program a mask row: any dtype and strides to float32 in log2 units, shifted so that its largest is 0."""
     row = tl.program_id(0).to(tl.int64)
@@ -127,11 +127,11 @@ def _inverse(peak):
 
 @triton.jit
 def _round(y):
-    """Nearest int8, ties to even: adding 1.5 * 2^23 leaves the integer in the low bits, at a quarter of a cast's cost."""
+    """Nearest int8, ties to even: adding 1.5 * 2^23 leaves the integer in the low bits, cheaper than a cast."""
     return (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "NP", "step", "heads", "bias_rows"])
 def _key_shift(
     K, BIAS, SHIFT, ROTATION, N, NP, step, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -160,8 +160,8 @@ def _key_shift(
         for start in range(0, end, stride):
             n = start + rows
             keep = _kept(BIAS, bias_rows, s_bias_h * NP, n, N, HAS_BIAS)
-            x = tl.load(K + n[:, None].to(tl.int64) * s_n + cols[None, :], mask=keep[:, None] & (cols < D)[None, :], other=0)
-            total += x.to(tl.float32)
+            inside = keep[:, None] & (cols < D)[None, :]
+            total += tl.load(K + n[:, None].to(tl.int64) * s_n + cols[None, :], mask=inside, other=0).to(tl.float32)
             count += keep.to(tl.float32)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0)
     parts = mean.reshape([DP // B, B])
@@ -169,13 +169,14 @@ def _key_shift(
     tl.store(SHIFT + head * DP + cols, shift.reshape([DP]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "heads", "group", "bias_rows"])
 def _quantize(
-    X, SHIFT, ROTATION, BIAS, Y, SCALE, NORM, LSE_TERM, factor, lse_factor, L, heads, group, bias_rows, s_b, s_h, s_l, s_bias_b, s_bias_h,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, IS_KEY: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GROUPED: tl.constexpr, HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
+    X, SHIFT, ROTATION, BIAS, Y, SCALE, NORM, LSE_TERM, factor, lse_factor, L, heads, group, bias_rows,
+    s_b, s_h, s_l, s_bias_b, s_bias_h,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, IS_KEY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GROUPED: tl.constexpr, HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of ROWS rows of one head: a scale for each row of a query; for a block of keys one or four."""
+    """One program a block of ROWS rows of one head: a scale for each row of a query, one or four for a block of keys."""
     block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     b = head // heads
@@ -248,7 +249,7 @@ def quantize(
         bias_rows = group if bias.shape[1] > 1 else 1
     shift = empty((batch, kv_heads, padded), dtype=torch.float32)
     rotation = empty((rotated, rotated), dtype=query.dtype)
-    shared = dict(D=head_dim, DP=padded, B=rotated, HAS_BIAS=bias is not None)
+    shared = {"D": head_dim, "DP": padded, "B": rotated, "HAS_BIAS": bias is not None}
     mask = bias if bias is not None else shift
     _key_shift[(batch * kv_heads,)](
         key, mask, shift, rotation, kv_len, blocks * config.block_n, max(1, kv_len // _SHIFT_SAMPLES), kv_heads,
@@ -259,8 +260,9 @@ def quantize(
     key_norm = empty((batch, kv_heads, blocks), dtype=torch.float32) if config.gluon else None
     norm = key_norm if key_norm is not None else key_scale
     _quantize[(blocks, batch * kv_heads)](
-        key, shift, rotation, mask, key8, key_scale, norm, key_scale, 1.0, 1.0, kv_len, kv_heads, 1, bias_rows, *key.stride()[:3], *strides,
-        ROWS=config.block_n, IS_KEY=True, GROUPED=config.gluon, HAS_LSE=False, UPCAST=interpreting(), num_warps=8, **shared,
+        key, shift, rotation, mask, key8, key_scale, norm, key_scale, 1.0, 1.0, kv_len, kv_heads, 1, bias_rows,
+        *key.stride()[:3], *strides, ROWS=config.block_n, IS_KEY=True, GROUPED=config.gluon, HAS_LSE=False,
+        UPCAST=interpreting(), num_warps=8, **shared,
     )  # fmt: skip
     query8 = empty((batch, heads, q_len, padded), dtype=torch.int8)
     query_scale = empty((batch, heads, q_len), dtype=torch.float32)
@@ -268,14 +270,16 @@ def quantize(
     shared["HAS_BIAS"] = False
     rows = 64 if padded <= 128 else 32
     _quantize[(triton.cdiv(q_len, rows), batch * heads)](
-        query, shift, rotation, shift, query8, query_scale, shift, lse_term if lse_term is not None else shift, scale * LOG2E / rotated,
-        scale / rotated, q_len, heads, group, 1, *query.stride()[:3], 0, 0,
+        query, shift, rotation, shift, query8, query_scale, shift, lse_term if lse_term is not None else shift,
+        scale * LOG2E / rotated, scale / rotated, q_len, heads, group, 1, *query.stride()[:3], 0, 0,
         ROWS=rows, IS_KEY=False, GROUPED=False, HAS_LSE=lse, UPCAST=interpreting(), num_warps=8, **shared,
     )  # fmt: skip
     return Quantized(query8, query_scale, key8, key_scale, bias, anchor, lse_term, key_norm, live)
 
 
-def _prepare(attn_mask: torch.Tensor, kv_len: int, config: Config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _prepare(
+    attn_mask: torch.Tensor, kv_len: int, config: Config
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """attn_mask -> (bias, anchor, live) as in Quantized; rows that are views of one another are read once."""
     tiles = triton.cdiv(kv_len, config.block_n)
     padded_len = tiles * config.block_n

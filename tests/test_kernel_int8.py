@@ -1,0 +1,288 @@
+"""The int8 kernels against their plain-torch reference and the float64 oracle, and properties of any attention."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sdpa_router import int8_attention, merge_attention
+from sdpa_router.kernels.int8_attention.configs import arch_of, config_for, describable
+from sdpa_router.kernels.int8_attention.reference import int8_attention_reference
+from sdpa_router.testing import relative_error, sdpa_oracle
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BUDGET = 0.0135  # the H3 window's 0.0125, and what a few hundred samples scatter
+HEAD_DIMS = (1, 8, 32, 40, 64, 96, 128, 192, 256)
+
+
+def draw(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.float16):
+    shapes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    return [torch.randn(batch, h, n, head_dim, device=DEVICE).to(dtype) for h, n in shapes]
+
+
+def masks(kind, batch, heads, kv_len, dtype=torch.float16):
+    keep = torch.rand(batch, heads, 1, kv_len, device=DEVICE) > 0.4
+    keep[..., kv_len // 2] = True
+    return {
+        "none": None,
+        "bool": keep[:1, :1],
+        "bool per batch": keep[:, :1],
+        "0/-10000 per head": torch.where(keep, 0.0, -10000.0).to(dtype),
+        "float32": 2 * torch.randn(1, 1, 1, kv_len, device=DEVICE),
+        "half": torch.randn(batch, 1, 1, kv_len, device=DEVICE).to(dtype),
+        "one number": torch.full((1, 1, 1, 1), -3.0, device=DEVICE).expand(1, 1, 1, kv_len),
+        "expanded": keep[:, :1].expand(batch, heads, 1, kv_len),
+    }[kind]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kind", ["none", "bool per batch", "float32"])
+def test_matches_reference_and_oracle(head_dim, kind):
+    query, key, value = draw(2, 4, 2, 70, 131, head_dim)
+    key += 3  # a common offset that the shift must take out
+    mask = masks(kind, 2, 4, 131)
+    out, lse = int8_attention(query, key, value, mask, enable_gqa=True, return_lse=True)
+    ref, ref_lse = int8_attention_reference(
+        *(t.cpu() for t in (query, key, value)), None if mask is None else mask.cpu(),
+        block_n=config_for(arch_of(query.device), head_dim, describable(value)).block_n,
+    )  # fmt: skip
+    assert relative_error(out.cpu(), ref) < 2e-3
+    assert (lse.cpu() - ref_lse).abs().max() < 2e-3
+    exact, exact_lse = sdpa_oracle(query, key, value, mask, enable_gqa=True)
+    assert relative_error(out, exact) < BUDGET
+    assert (lse - exact_lse).abs().max() < 0.04  # a score is off by up to that; the mean over keys is not
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kind", ["none", "bool", "bool per batch", "0/-10000 per head", "float32", "half", "one number", "expanded"]
+)
+def test_masks(kind, dtype):
+    query, key, value = draw(2, 2, 2, 33, 200, 64, dtype)
+    mask = masks(kind, 2, 2, 200, dtype)
+    out = int8_attention(query, key, value, mask)
+    assert out.dtype == dtype
+    assert relative_error(out, sdpa_oracle(query, key, value, mask)[0]) < BUDGET
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (64, 64), (65, 63), (130, 40), (40, 130), (129, 257)])
+def test_causal_is_aligned_top_left(q_len, kv_len):
+    query, key, value = draw(1, 2, 1, q_len, kv_len, 64)
+    out, lse = int8_attention(query, key, value, is_causal=True, enable_gqa=True, return_lse=True)
+    exact, exact_lse = sdpa_oracle(query, key, value, is_causal=True, enable_gqa=True)
+    assert relative_error(out, exact) < BUDGET
+    assert (lse - exact_lse).abs().max() < 0.06
+
+
+def test_an_error_of_the_kernel_would_be_seen():
+    """The oracle tests can fail: one key scale off by 10 %, or one key block left out, breaks the budget."""
+    query, key, value = draw(1, 2, 2, 64, 256, 64)
+    exact = sdpa_oracle(query, key, value)[0]
+    wrong_scale = key.clone()
+    wrong_scale[:, :, :64] *= 1.1
+    assert relative_error(int8_attention(query, wrong_scale, value), exact) > 2 * BUDGET
+    assert relative_error(int8_attention(query, key[:, :, 64:], value[:, :, 64:]), exact) > 2 * BUDGET
+    assert relative_error(int8_attention(query, key, value, scale=1.1 / 8), exact) > 2 * BUDGET
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+@given(
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    q_len=st.integers(1, 90),
+    kv_len=st.integers(1, 150),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    kind=st.sampled_from(["none", "bool", "bool per batch", "0/-10000 per head", "float32", "half", "causal"]),
+    layout=st.sampled_from(["contiguous", "heads inside", "slice of fused", "expanded heads"]),
+    factor=st.sampled_from([None, 1.3, -0.7, 0.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape_layout_and_mask(batch, kv_heads, group, q_len, kv_len, head_dim, kind, layout, factor, seed):
+    torch.manual_seed(seed)
+    scale = None if factor is None else factor / math.sqrt(head_dim)  # errors grow with the scores
+    heads = kv_heads * group
+    query, key, value = draw(batch, heads, kv_heads, q_len, kv_len, head_dim)
+    if layout == "heads inside":
+        query, key, value = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
+    elif layout == "slice of fused":
+        query, key, value = (torch.cat([t, t], -1)[..., head_dim:] for t in (query, key, value))
+    elif layout == "expanded heads":
+        key, value = (t[:, :1].expand(-1, kv_heads, -1, -1) for t in (key, value))
+    mask = None if kind == "causal" else masks(kind, batch, heads, kv_len)
+    arguments = {"is_causal": kind == "causal", "scale": scale, "enable_gqa": True}
+    before = [t.clone() for t in (query, key, value)]
+    out, lse = int8_attention(query, key, value, mask, return_lse=True, **arguments)
+    exact, exact_lse = sdpa_oracle(query, key, value, mask, **arguments)
+    # A few numbers scatter more than many, and averages of many values can be small themselves.
+    assert (out - exact).pow(2).mean().sqrt() < 0.03 * max(exact.pow(2).mean().sqrt().item(), 0.5)
+    assert (lse - exact_lse).abs().max() < 0.1
+    assert all(torch.equal(a, b) for a, b in zip(before, (query, key, value), strict=True))
+
+
+@pytest.mark.parametrize("constant", [1.0, -1000.0, 65504.0, -65504.0, 1e6])
+def test_a_constant_added_to_the_bias_changes_nothing(constant):
+    query, key, value = draw(1, 2, 2, 20, 100, 64)
+    bias = torch.randn(1, 1, 1, 100, device=DEVICE)
+    bias = (bias * 64).round() / 64 if abs(constant) < 1e5 else bias.round()  # so that the sum is exact
+    out, lse = int8_attention(query, key, value, bias, return_lse=True)
+    moved, moved_lse = int8_attention(query, key, value, bias + constant, return_lse=True)
+    assert torch.equal(out, moved)
+    assert (moved_lse - lse - constant).abs().max() <= max(1e-5, abs(constant) * 1e-6)
+
+
+@pytest.mark.parametrize("lowest", [-1e9, torch.finfo(torch.bfloat16).min, torch.finfo(torch.float32).min])
+def test_a_bias_that_absorbs_all_scores_gives_the_mean_of_the_values(lowest):
+    """As SDPA: in float32 nothing is left of the scores under such a bias."""
+    query, key, value = draw(1, 2, 2, 20, 100, 64)
+    bias = torch.full((1, 1, 1, 100), lowest, device=DEVICE)
+    out, lse = int8_attention(query, key, value, bias, return_lse=True)
+    assert relative_error(out, value.double().mean(2, keepdim=True).expand_as(out)) < 2e-3
+    assert (lse / lowest - 1).abs().max() < 1e-6
+    bias[..., :50] = 0  # where anything else is left, the lowest are as good as masked
+    keep = bias == 0
+    assert torch.equal(int8_attention(query, key, value, bias), int8_attention(query, key, value, keep))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_and_infinity_show(bad):
+    query, key, value = draw(1, 2, 2, 20, 100, 64)
+    bias = torch.zeros(1, 2, 1, 100, device=DEVICE)
+    bias[0, 1, 0, 70] = bad
+    out = int8_attention(query, key, value, bias)
+    assert out[:, 1].isnan().all()
+    assert out[:, 0].isfinite().all()
+    query[0, 0, 3, 5] = bad
+    out, lse = int8_attention(query, key, value, return_lse=True)
+    assert out[0, 0, 3].isnan().all()
+    assert lse[0, 0, 3].isnan()
+    assert out[0, 0, :3].isfinite().all()
+    assert out[0, 1].isfinite().all()
+    key[0, 1, 99, 0] = bad
+    assert int8_attention(query, key, value)[0, 1].isnan().all()
+
+
+def test_garbage_in_masked_keys_changes_not_one_bit():
+    query, key, value = draw(1, 2, 2, 40, 256, 64)
+    keep = torch.ones(1, 1, 1, 256, dtype=torch.bool, device=DEVICE)
+    keep[..., 200:] = False
+    clean = int8_attention(query, key, value, keep, return_lse=True)
+    key[:, :, 200:] = math.nan
+    value[:, :, 200:] *= 1000
+    dirty = int8_attention(query, key, value, keep, return_lse=True)
+    assert torch.equal(clean[0], dirty[0])
+    assert torch.equal(clean[1], dirty[1])
+    biased = torch.where(keep, 0.0, -10000.0).half()
+    key[:, :, 200:] = 1000
+    assert relative_error(int8_attention(query, key, value, biased), clean[0].double()) < 1e-6
+
+
+def test_first_block_masked_and_rows_without_keys():
+    query, key, value = draw(2, 2, 2, 40, 256, 64)
+    keep = torch.ones(2, 1, 1, 256, dtype=torch.bool, device=DEVICE)
+    keep[0, ..., :130] = False
+    keep[1] = False
+    out, lse = int8_attention(query, key, value, keep, return_lse=True)
+    assert relative_error(out[:1], sdpa_oracle(query[:1], key[:1], value[:1], keep[:1])[0]) < BUDGET
+    assert (out[1] == 0).all()
+    assert (lse[1] == -math.inf).all()
+
+
+def test_order_of_keys_does_not_matter():
+    query, key, value = draw(1, 2, 2, 40, 300, 64)
+    bias = torch.randn(1, 1, 1, 300, device=DEVICE)
+    order = torch.randperm(300, device=DEVICE)
+    out = int8_attention(query, key, value, bias)
+    shuffled = int8_attention(query, key[:, :, order], value[:, :, order], bias[..., order])
+    assert relative_error(shuffled, out.double()) < 2 * BUDGET
+
+
+def test_split_and_merged_equals_the_whole():
+    query, key, value = draw(1, 2, 2, 40, 300, 64)
+    key += 2 * torch.randn(1, 2, 1, 64, device=DEVICE).half()
+    bias = torch.randn(1, 1, 1, 300, device=DEVICE)
+    parts = [
+        int8_attention(query, key[:, :, a:b], value[:, :, a:b], bias[..., a:b], return_lse=True)
+        for a, b in ((0, 100), (100, 101), (101, 300))
+    ]
+    out, lse = merge_attention([p[0] for p in parts], [p[1] for p in parts])
+    exact, exact_lse = sdpa_oracle(query, key, value, bias)
+    assert relative_error(out, exact) < BUDGET
+    assert (lse - exact_lse).abs().max() < 0.04
+
+
+@pytest.mark.parametrize("factor", [2.0**-20, 2.0**5])
+def test_a_common_factor_of_the_query_does_not_matter(factor):
+    query, key, value = draw(1, 2, 2, 40, 100, 64, torch.bfloat16)
+    out = int8_attention(query, key, value, scale=0.125)
+    assert torch.equal(out, int8_attention(query * factor, key, value, scale=0.125 / factor))
+
+
+def test_deterministic_and_independent_of_the_batch():
+    query, key, value = draw(3, 2, 2, 70, 130, 64)
+    out = int8_attention(query, key, value)
+    assert torch.equal(out, int8_attention(query, key, value))
+    assert torch.equal(out[1:2], int8_attention(query[1:2], key[1:2], value[1:2]))
+
+
+def test_buffers_and_layout_of_the_answer():
+    query, key, value = draw(1, 3, 3, 33, 65, 40)
+    plain = int8_attention(query, key, value)
+    assert plain.is_contiguous()
+    inside = query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert int8_attention(inside, key, value).transpose(1, 2).is_contiguous()
+    out = torch.full((1, 33, 3, 48), math.nan, dtype=query.dtype, device=DEVICE)[..., :40].transpose(1, 2)
+    lse = torch.full((1, 33, 3), math.nan, device=DEVICE).transpose(1, 2)
+    got = int8_attention(query, key, value, out=out, lse=lse, return_lse=True)
+    assert got[0].data_ptr() == out.data_ptr()
+    assert torch.equal(out, plain)
+    assert torch.equal(lse, int8_attention(query, key, value, return_lse=True)[1])
+
+
+def test_large_values_keep_the_range_of_bfloat16():
+    query, key, value = draw(1, 1, 1, 16, 64, 64, torch.bfloat16)
+    value = (value.float() * 1e30).bfloat16()
+    out = int8_attention(query, key, value)
+    assert relative_error(out, sdpa_oracle(query, key, value)[0]) < 0.02
+
+
+def test_outlier_channels_and_a_common_key():
+    query, key, value = draw(1, 2, 2, 64, 400, 128, torch.bfloat16)
+    query[..., 0] *= 8
+    key[..., 0] *= 8
+    key += 40 * torch.randn(1, 2, 1, 128, device=DEVICE).bfloat16()
+    out, lse = int8_attention(query, key, value, return_lse=True)
+    exact, exact_lse = sdpa_oracle(query, key, value)
+    assert relative_error(out, exact) < 0.02
+    assert (lse - exact_lse).pow(2).mean().sqrt() < 0.04
+
+
+@pytest.mark.gpu
+def test_current_stream_and_graph_capture():
+    query, key, value = draw(1, 8, 8, 512, 2048, 128, torch.bfloat16)
+    bias = torch.randn(1, 1, 1, 2048, device=DEVICE)
+    expected = int8_attention(query, key, value, bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = int8_attention(query, key, value, bias)
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, expected)
+    value.copy_(value.flip(2))
+    graph.replay()
+    assert torch.equal(captured, int8_attention(query, key, value, bias))
+
+
+@pytest.mark.gpu
+def test_offsets_past_2_to_the_31():
+    """A strided view whose last rows lie more than 2^31 elements from its base."""
+    length = 40
+    base = torch.empty(length * 60_000_000, dtype=torch.float16, device=DEVICE)
+    view = base.as_strided((1, 1, length, 64), (0, 0, 60_000_000, 1))
+    view.copy_(torch.randn(1, 1, length, 64, device=DEVICE))
+    out = int8_attention(view, view, view)
+    assert relative_error(out, sdpa_oracle(view, view, view)[0]) < 0.02
