@@ -24,7 +24,7 @@ class Config(NamedTuple):
 _AMPERE = {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(32, 64, 8, 2)}
 # sm_90 with TMA: the best of bench/bench_configs.py on an H200 (bench/results/configs.jsonl).
 _HOPPER = {64: Config(64, 128, 4, 2, True), 128: Config(64, 128, 4, 2, True), 256: Config(128, 64, 8, 3, True)}
-_HOPPER_GLUON = {
+HOPPER_GLUON = {
     64: Config(128, 128, 4, 3, True, True),
     128: Config(128, 128, 4, 3, True, True),
     256: Config(128, 64, 4, 2, True, True),
@@ -58,8 +58,8 @@ def config_for(arch: int | str, head_dim: int, describable: bool = True) -> Conf
 def config_of(query: torch.Tensor, value: torch.Tensor) -> Config:
     """The configuration for a call on these tensors."""
     arch, fits, padded = arch_of(query.device), describable(value), padded_head_dim(query.shape[3])
-    if arch == 90 and fits and padded in _HOPPER_GLUON and hopper_unavailable() is None:
-        return _HOPPER_GLUON[padded]
+    if arch == 90 and fits and padded in HOPPER_GLUON and hopper_unavailable() is None:
+        return HOPPER_GLUON[padded]
     return config_for(arch, query.shape[3], fits)
 
 

@@ -29,6 +29,7 @@ from .quantize import Quantized, row_strides
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # exp2 of +-60 summed over 2^17 keys leaves a float32 room for values up to 2^50; float16 P ends at 2^16 and 2^-14.
 BOUND = {torch.bfloat16: 60.0, torch.float16: 12.0}
+SETTINGS = {"EMULATED": False, "TURN": 0, "WGS": 2, "Q_REG": False}
 _SCALES = 32  # floats that one TMA load of key scales brings (its unit is 128 bytes); the first 4 are the tile's
 
 
