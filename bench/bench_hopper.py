@@ -2,7 +2,8 @@
 
 Each head_dim is checked against float64 in a process of its own with a deadline, so that a hang or a broken context
 costs one row; then the variants that were right are timed, interleaved, on quantised inputs (`kernel`), with the time
-of quantisation and of the whole operator beside them. Usage: python bench/bench_hopper.py [--out FILE.jsonl] [--seconds 280]
+of quantisation and of the whole operator beside them.
+Usage: python bench/bench_hopper.py [--out FILE.jsonl] [--seconds 280] [--only CASE ...] [--no-check]
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -118,7 +120,14 @@ def small_problems(head_dim: int, dtype: torch.dtype) -> Iterator[tuple[str, tup
         q, k, v = made
         return q, k + 2 * torch.randn(head_dim, device="cuda").to(dtype), v
 
-    for shape in ((1, 2, 2, 128, 128), (2, 4, 2, 300, 1000), (1, 3, 3, 129, 257), (1, 2, 2, 64, 4097), (1, 4, 1, 77, 383), (1, 1, 1, 1, 1)):
+    for shape in (
+        (1, 2, 2, 128, 128),
+        (2, 4, 2, 300, 1000),
+        (1, 3, 3, 129, 257),
+        (1, 2, 2, 64, 4097),
+        (1, 4, 1, 77, 383),
+        (1, 1, 1, 1, 1),
+    ):
         yield f"{shape}", (*draw(*shape), None), {}
         yield f"{shape} causal", (*draw(*shape), None), {"is_causal": True}
         yield f"{shape} bshd", (*draw(*shape, bshd=True), None), {"bshd": True}
@@ -133,8 +142,12 @@ def small_problems(head_dim: int, dtype: torch.dtype) -> Iterator[tuple[str, tup
         "last tiles": torch.zeros(1, 1, 1, n).index_fill(3, torch.arange(500, n), -math.inf),
         "only one key": torch.full((1, 1, 1, n), -math.inf).index_fill(3, torch.tensor([391]), 3.0),
         "gaps": torch.where(torch.rand(2, 4, 1, n) < 0.5, -math.inf, 1.5),
-        "nan": torch.zeros(1, 4, 1, n).index_put((torch.tensor(0), torch.tensor(1), torch.tensor(0), torch.tensor(7)), torch.tensor(math.nan)),
-        "inf": torch.zeros(1, 4, 1, n).index_put((torch.tensor(0), torch.tensor(2), torch.tensor(0), torch.tensor(900)), torch.tensor(math.inf)),
+        "nan": torch.zeros(1, 4, 1, n).index_put(
+            (torch.tensor(0), torch.tensor(1), torch.tensor(0), torch.tensor(7)), torch.tensor(math.nan)
+        ),
+        "inf": torch.zeros(1, 4, 1, n).index_put(
+            (torch.tensor(0), torch.tensor(2), torch.tensor(0), torch.tensor(900)), torch.tensor(math.inf)
+        ),
     }
     bias["empty heads"] = bias["batch head"].clone()
     bias["empty heads"][0, 1] = -math.inf
@@ -230,7 +243,10 @@ def time_case(name: str, kinds: tuple[str, ...], out_path: str | None, warm: boo
     """Check at full size on a few rows, then time; a warm run (that fills Triton's cache) only checks."""
     batch, heads, kv_heads, m, n, d, causal, _ = CASES[name]
     torch.manual_seed(0)
-    q, k, v = (torch.randn(batch, h, x, d, device="cuda", dtype=torch.bfloat16) for h, x in ((heads, m), (kv_heads, n), (kv_heads, n)))
+    q, k, v = (
+        torch.randn(batch, h, x, d, device="cuda", dtype=torch.bfloat16)
+        for h, x in ((heads, m), (kv_heads, n), (kv_heads, n))
+    )
     flops = 4 * batch * heads * m * n * d * (0.5 if causal else 1)
     scale = 1 / math.sqrt(d)
     for kind in kinds:
@@ -274,7 +290,9 @@ def time_case(name: str, kinds: tuple[str, ...], out_path: str | None, warm: boo
             calls["quantise"] = lambda mask=mask, base=base: quantized_for(q, k, mask, scale, base, False)
             from sdpa_router.kernels.int8_attention import op  # noqa: F401
 
-            calls["call"] = lambda mask=mask: torch.ops.sdpa_router.int8_attention(q, k, v, mask, causal, None, False, "auto")
+            calls["call"] = lambda mask=mask: torch.ops.sdpa_router.int8_attention(
+                q, k, v, mask, causal, None, False, "auto"
+            )
         times = median_ms(calls, 5 if name == "wan-14b" else 15)
         print(f"{name} {kind}: torch {times['torch']:.3f} ms", flush=True)
         for label, ms in times.items():
@@ -286,21 +304,32 @@ def time_case(name: str, kinds: tuple[str, ...], out_path: str | None, warm: boo
                     file.write(json.dumps(row) + "\n")
 
 
-def child(arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def finish(label: str, process: subprocess.Popen[str], deadline: float) -> None:
-    """Print what a child wrote; one that is late is killed."""
-    try:
-        text, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        text, _ = process.communicate()
-        text += f"\n  KILLED {label}: past its deadline (a deadlock?)"
-    print("\n".join(line[:300] for line in text.strip().splitlines()[-60:]), flush=True)
+def run_all(jobs: list[list[str]], at_once: int, each: float, deadline: float) -> None:
+    """Run this script with each list of arguments, `at_once` together; print what they wrote, kill the late ones."""
+    waiting, running = list(jobs), []
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            job = waiting.pop(0)
+            if time.monotonic() > deadline - 5:
+                print(f"  no time for {' '.join(job)}", flush=True)
+                continue
+            log = tempfile.TemporaryFile("w+")
+            process = subprocess.Popen([sys.executable, __file__, *job], stdout=log, stderr=subprocess.STDOUT)
+            running.append((job, process, log, min(deadline, time.monotonic() + each)))
+        time.sleep(0.1)
+        for item in list(running):
+            job, process, log, end = item
+            late = time.monotonic() > end
+            if process.poll() is None and not late:
+                continue
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            running.remove(item)
+            log.seek(0)
+            print("\n".join(line[:300] for line in log.read().strip().splitlines()[-60:]), flush=True)
+            if late or process.returncode:
+                print(f"  {' '.join(job)}: {'KILLED, late (a deadlock?)' if late else process.returncode}", flush=True)
 
 
 def main() -> int:
@@ -328,16 +357,11 @@ def main() -> int:
         jobs = [["--check", str(d), "bfloat16", "0"] for d in (128, 64, 256, 96)] + jobs
         jobs += [["--check", str(d), "bfloat16", str(i)] for d in (128, 64, 256) for i in range(2, len(variants(d)))]
         jobs += [["--check", "128", "float16", "0"]]
-    children = [(" ".join(job), child(job)) for job in jobs]
-    for label, process in children:
-        finish(label, process, begin + 0.55 * options.seconds)
+    run_all(jobs, at_once=16, each=110, deadline=begin + 0.55 * options.seconds)
     print(f"checked after {time.monotonic() - begin:.0f} s", flush=True)
-    for name in options.only:
-        if time.monotonic() - begin > options.seconds - 10:
-            print(f"no time for {name}", flush=True)
-            continue
-        arguments = ["--case", name] + (["--out", options.out] if options.out else [])
-        finish(f"timing {name}", child(arguments), min(begin + options.seconds, time.monotonic() + 60))
+    out = ["--out", options.out] if options.out else []
+    cases = [["--case", name, *out] for name in options.only]
+    run_all(cases, at_once=1, each=60, deadline=begin + options.seconds)
     return 0
 
 
