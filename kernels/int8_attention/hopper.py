@@ -66,7 +66,7 @@ def _producer(
         mbarrier.expect(q_full.index(wg), q_desc.block_type.nbytes)
         _load(q_desc, [head, (block * WGS + wg) * BM, 0], q_full.index(wg), q_s.index(wg))
     tile = _tile_of(0, tiles, LIVE, HAS_BIAS)
-    previous = tile
+    previous = 0  # a value of its own: Triton carries no name round a loop that enters it as another name's alias
     slot = 0
     phase = 1
     for j in range(tiles):
