@@ -1,6 +1,7 @@
 """Route scaled dot-product attention to an int8 Triton kernel where that is right, to torch elsewhere, and say why."""
 
 from .api import explain, int8_attention, is_available, scaled_dot_product_attention
+from .audit import Audit, audit
 from .context import disable, enable, route
 from .decide import Call
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route, UnsupportedError
@@ -12,6 +13,7 @@ from .settings import Settings
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audit",
     "Call",
     "Code",
     "Decision",
@@ -21,6 +23,7 @@ __all__ = [
     "Route",
     "Settings",
     "UnsupportedError",
+    "audit",
     "classify_mask",
     "disable",
     "enable",

@@ -9,8 +9,9 @@ import torch
 from . import run
 from .decide import Call, decide, decide_kernel, kernel_against
 from .decision import Decision, show
-from .dispatch import dispatch, refuse
+from .dispatch import Turn, dispatch, refuse
 from .kernels.int8_attention.limits import unavailable
+from .patch import as_if_absent
 from .settings import active_name, settings_of
 
 
@@ -39,9 +40,12 @@ def scaled_dot_product_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    if answer is not None:
+    if not isinstance(answer, Turn):
         return answer
-    return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if answer is Turn.UNUSUAL:
+        return as_if_absent(torch_attention, call[:6], {"scale": scale, "enable_gqa": enable_gqa})
+    return run.native(call, torch_attention, cast_mask=False)
 
 
 @overload
@@ -120,7 +124,7 @@ def int8_attention(
     elif return_lse:
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     run.int8_into(call, pv, out, lse)
-    return (out, lse) if return_lse else out
+    return out if lse is None or not return_lse else (out, lse)
 
 
 def explain(
@@ -155,7 +159,8 @@ def is_available(device: torch.device | str | int | None = None) -> bool:
 
 def _check_buffer(name: str, buffer: torch.Tensor, query: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     fits = buffer.shape == shape and buffer.dtype == dtype and buffer.device == query.device
-    if not fits or (shape[-1] > 1 and buffer.stride(-1) != 1) or 0 in buffer.stride():
+    spread = [stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True) if size > 1]
+    if not fits or (shape[-1] > 1 and buffer.stride(-1) != 1) or 0 in spread:
         raise ValueError(
             f"{name} is {show(buffer.dtype)} {show(buffer.shape)} with strides {show(buffer.stride())} on "
             f"{buffer.device}; accepted: {show(dtype)} {show(shape)} with a contiguous last axis on {query.device}"

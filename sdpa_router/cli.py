@@ -1,4 +1,7 @@
-"""The command `sdpa-router`: info, explain, check, demo. Exit 0: all well, 1: a check failed, 2: bad arguments."""
+"""The command `sdpa-router`: info, explain, check, demo, comfyui-node.
+
+Exit 0: all well, 1: a check failed, 2: bad arguments.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="sdpa-router", description="Route scaled_dot_product_attention to int8 kernels, or say why not."
     )
-    commands = parser.add_subparsers(metavar="info|explain|check|demo", required=True)
+    commands = parser.add_subparsers(metavar="info|explain|check|demo|comfyui-node", required=True)
 
     info = commands.add_parser("info", help="versions, GPUs, what works here, who patched SDPA")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -61,6 +64,10 @@ def _parser() -> _Parser:
         "--plot", type=_new_picture, metavar="FILE.png", help="draw mask, errors and times (extra `plot`)"
     )
     demo.set_defaults(run=_demo, parser=demo)
+
+    node = commands.add_parser("comfyui-node", help="write the ComfyUI node `SDPA Router` into a new folder")
+    node.add_argument("folder", type=Path, metavar="DIR", help="such as ComfyUI/custom_nodes/sdpa_router")
+    node.set_defaults(run=_comfyui_node, parser=node)
     return parser
 
 
@@ -180,3 +187,13 @@ def _demo(arguments: argparse.Namespace) -> int:
     from sdpa_router.demo import run_demo
 
     return run_demo(device, arguments.json, arguments.plot)
+
+
+def _comfyui_node(arguments: argparse.Namespace) -> int:
+    from sdpa_router.integrations.comfyui import write_node
+
+    try:
+        print(f"wrote {write_node(arguments.folder)}; restart ComfyUI to find the node `SDPA Router`")
+    except (ValueError, OSError) as error:
+        arguments.parser.error(str(error))
+    return 0

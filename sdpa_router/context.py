@@ -1,43 +1,24 @@
-"""Route the calls of a block of code or of a module: one attribute patch and a name in a thread-local.
-
-torch.nn.functional.scaled_dot_product_attention is replaced while some thread is inside route(); in threads that are
-not, the replacement passes through. Which settings hold is a name in a plain threading.local: torch.compile guards it,
-so that a graph is shared by equal settings and never used under others.
-"""
+"""Route the calls of a block of code or of a module: a name in a thread-local says which settings hold."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-import os
 import threading
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 
-from . import api, run
 from .decide import Call
-from .dispatch import dispatch
-from .record import judge_anew
-from .settings import OFF, Settings, activate, active, active_name, intern, settings_of
+from .patch import install, stay_installed, uninstall
+from .selection import Patterns, borders, excluded, switches
+from .settings import OFF, Settings, activate, active_name, intern, settings_of, traced_as_constant
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_lock = threading.Lock()
 _thread = threading.local()  # .outer: names to go back to, innermost last
-_users = 0
-# Every replacement made so far, one for each function found in place. Only _top routes: another one, which somebody's
-# own patch may still call, passes through.
-_patches: list[run.Attention] = []
-_top: run.Attention | None = None
-_stays = False
-_foreign: object = None
-_environment: tuple[str | None, ...] = ()
-# scale and enable_gqa are keyword-only in torch.
-_POSITIONAL = 6
 
 
 class _Region:
@@ -49,7 +30,7 @@ class _Region:
 
     def __enter__(self) -> None:
         if torch.compiler.is_dynamo_compiling():
-            _stay_installed()
+            stay_installed()
             self._outer = active_name()
             activate(self._name)
         else:
@@ -107,6 +88,8 @@ class route(_Region):  # noqa: N801 (used like a function)
 def enable(
     module: torch.nn.Module,
     *,
+    include: Patterns = None,
+    exclude: Patterns = None,
     on_unsupported: str = "fallback",
     min_kv: int | None = None,
     pv: str = "auto",
@@ -115,20 +98,25 @@ def enable(
 ) -> None:
     """Run the forward of `module` inside route() with these settings; other modules stay as they are.
 
-    Enabling again replaces the settings. A copy of the module is enabled too, by itself. Raises TypeError for anything
-    but a torch.nn.Module.
+    include, exclude: glob patterns over the qualified names of its submodules. Calls are routed inside of those that
+    match `include`, by default in all of `module`; inside of those that match `exclude` torch answers ("skipped").
+    Enabling again replaces settings and choice. A copy of the module is enabled too, by itself. Raises TypeError for
+    anything but a torch.nn.Module, ValueError for a pattern that matches nothing.
+
+    >>> enable(pipe.transformer, exclude=["blocks.0", "blocks.29"])
+    >>> enable(pipe.transformer, skip=lambda call: call.query.shape[2] != call.key.shape[2])  # no cross-attention
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"enable() takes a torch.nn.Module; given {type(module).__name__}")
     settings = Settings(on_unsupported, min_kv, pv, skip, log)
-    scope = module.__dict__.get(_SCOPE)
-    if scope is not None:
-        scope.name = intern(settings)
-        return
-    scope = _Scope(intern(settings), "forward" in module.__dict__)
-    forward = functools.partial(_routed_forward, scope, module.forward)
-    module.__dict__[_SCOPE] = scope
-    module.__dict__["forward"] = functools.update_wrapper(forward, module.forward)
+    names = {"on": intern(settings), "off": intern(Settings(skip=excluded, log=log))}
+    wrapped = borders(module, switches(module, include, exclude))
+    for path, scope in _scopes_set_by(module):
+        if path not in wrapped:
+            _unwrap(module.get_submodule(path), scope)
+    # Last those that are off: one module may have two names, and an exclusion wins.
+    for path in sorted(wrapped, key=lambda path: wrapped[path] == "off"):
+        _wrap(module.get_submodule(path), names[wrapped[path]], path)
 
 
 def disable(module: torch.nn.Module) -> None:
@@ -136,9 +124,50 @@ def disable(module: torch.nn.Module) -> None:
 
     Where somebody has wrapped the forward since, that wrapper stays and what it calls passes through.
     """
-    scope = module.__dict__.pop(_SCOPE, None)
-    if scope is None:
+    for path, scope in _scopes_set_by(module):
+        _unwrap(module.get_submodule(path), scope)
+
+
+@contextlib.contextmanager
+def suspended(module: torch.nn.Module) -> Iterator[None]:
+    """Let everything in `module` that is enabled pass through meanwhile."""
+    scopes = [scope for inner in module.modules() if (scope := inner.__dict__.get(_SCOPE)) is not None]
+    names = [scope.name for scope in scopes]
+    for scope in scopes:
+        scope.name = OFF
+    try:
+        yield
+    finally:
+        for scope, name in zip(scopes, names, strict=True):
+            scope.name = name
+
+
+_SCOPE = "_sdpa_router_scope"
+
+
+def _scopes_set_by(root: torch.nn.Module) -> list[tuple[str, _Scope]]:
+    """List what enable(root) wrapped, by qualified name, and `root` itself if another enable() did."""
+    found = []
+    for path, module in root.named_modules(remove_duplicate=False):
+        scope = module.__dict__.get(_SCOPE)
+        if scope is not None and (module is root or scope.path == path):
+            found.append((path, scope))
+    return found
+
+
+def _wrap(module: torch.nn.Module, name: str, path: str) -> None:
+    scope = module.__dict__.get(_SCOPE)
+    if scope is not None:
+        scope.name, scope.path = name, path
         return
+    scope = _Scope(name, "forward" in module.__dict__, path)
+    forward = functools.partial(_routed_forward, scope, module.forward)
+    module.__dict__[_SCOPE] = scope
+    module.__dict__["forward"] = functools.update_wrapper(forward, module.forward)
+
+
+def _unwrap(module: torch.nn.Module, scope: _Scope) -> None:
+    module.__dict__.pop(_SCOPE, None)
     scope.name = OFF
     forward = module.__dict__.get("forward")
     if isinstance(forward, functools.partial) and forward.args[:1] == (scope,):
@@ -148,23 +177,25 @@ def disable(module: torch.nn.Module) -> None:
             del module.__dict__["forward"]
 
 
-_SCOPE = "_sdpa_router_scope"
-
-
 class _Scope:
-    """The settings of an enabled module by name, OFF once disabled, and whether it had a forward of its own."""
+    """What enable() set for one module.
 
-    def __init__(self, name: str, had_forward: bool) -> None:
+    name: of the settings, OFF once disabled.  had_forward: whether it had a forward of its own.  path: its name in the
+    module that enable() was given.
+    """
+
+    def __init__(self, name: str, had_forward: bool, path: str) -> None:
         self.name = name
         self.had_forward = had_forward
+        self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Names mean nothing in another process.
-        return _scope_of, (settings_of(self.name) if self.name != OFF else None, self.had_forward)
+        return _scope_of, (settings_of(self.name) if self.name != OFF else None, self.had_forward, self.path)
 
 
-def _scope_of(settings: Settings | None, had_forward: bool) -> _Scope:
-    return _Scope(OFF if settings is None else intern(settings), had_forward)
+def _scope_of(settings: Settings | None, had_forward: bool, path: str) -> _Scope:
+    return _Scope(OFF if settings is None else intern(settings), had_forward, path)
 
 
 def _routed_forward(scope: _Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -174,13 +205,13 @@ def _routed_forward(scope: _Scope, forward: Callable[..., Any], /, *args: Any, *
         return forward(*args, **kwargs)
 
 
-@torch.compiler.assume_constant_result
+@traced_as_constant
 def _name_of(on_unsupported: str, min_kv: int | None, pv: str, skip: Callable[[Call], bool] | None, log: bool) -> str:
     return intern(Settings(on_unsupported, min_kv, pv, skip, log))
 
 
 def _enter(name: str) -> None:
-    _install(users=1)
+    install()
     if not hasattr(_thread, "outer"):
         _thread.outer = []
     _thread.outer.append(active_name())
@@ -189,90 +220,4 @@ def _enter(name: str) -> None:
 
 def _leave() -> None:
     activate(_thread.outer.pop())
-    _uninstall()
-
-
-@torch.compiler.assume_constant_result
-def _stay_installed() -> None:
-    """Put the replacement in place for good: the guards of the graph that is being traced need it there."""
-    global _stays
-    _install(users=0 if _stays else 1)
-    _stays = True
-
-
-def _install(users: int) -> None:
-    global _users, _top
-    _judge_anew_if_environment_changed()
-    with _lock:
-        if not _patches:
-            # Computed later it would list the replacement, and dynamo would hide SDPA from every TorchFunctionMode.
-            torch.overrides.get_overridable_functions()
-        found = F.scaled_dot_product_attention
-        if _users == 0 or found is not _top:
-            _top = _patch_for(found)
-            run.below = _top.__wrapped__  # type: ignore[attr-defined]
-            F.scaled_dot_product_attention = _top
-        _users += users
-
-
-def _patch_for(found: run.Attention) -> run.Attention:
-    """Return `found` if it is ours, else our patch that falls back to it: always the same, as graphs are guarded by it."""
-    for patch in _patches:
-        if found in (patch, patch.__wrapped__):  # type: ignore[attr-defined]
-            return patch
-    _patches.append(_patch_over(found))
-    return _patches[-1]
-
-
-def _patch_over(previous: run.Attention) -> run.Attention:
-    @functools.wraps(api.scaled_dot_product_attention)
-    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        name = getattr(active, "name", OFF)
-        if name is not OFF and _top is scaled_dot_product_attention and len(args) <= _POSITIONAL:
-            try:
-                answer = dispatch(name, previous, *args, **kwargs)
-            except TypeError as error:
-                if not _is_of_the_call_itself(error):
-                    raise
-                answer = None  # the arguments don't fit the signature: let torch say so
-            if answer is not None:
-                return answer
-        return previous(*args, **kwargs)
-
-    patch: run.Attention = scaled_dot_product_attention
-    patch.__wrapped__ = previous  # type: ignore[attr-defined]
-    patch.__signature__ = inspect.signature(api.scaled_dot_product_attention)  # type: ignore[attr-defined]
-    return patch
-
-
-def _is_of_the_call_itself(error: TypeError) -> bool:
-    """Whether the frame that caught `error` is the one that raised it: the call had the wrong arguments."""
-    return error.__traceback__ is not None and error.__traceback__.tb_next is None
-
-
-def _uninstall() -> None:
-    global _users, _foreign
-    with _lock:
-        _users -= 1
-        if _users:
-            return
-        below, run.below = run.below, None
-        found = F.scaled_dot_product_attention
-        if found is _top:
-            F.scaled_dot_product_attention = below
-            return
-        known, _foreign = _foreign is found, found
-    if not known:
-        warnings.warn(
-            f"{found!r} took the place of F.scaled_dot_product_attention inside route() and is left there; "
-            "what it calls of sdpa_router passes through",
-            stacklevel=4,
-        )
-
-
-def _judge_anew_if_environment_changed() -> None:
-    global _environment
-    environment = (os.environ.get("SDPA_ROUTER"), os.environ.get("TRITON_INTERPRET"))
-    if environment != _environment:
-        _environment = environment
-        judge_anew()
+    uninstall()

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route
-from .kernels.int8_attention.limits import LIMITS, default_min_kv, unavailable
+from .kernels.int8_attention.limits import LIMITS, Crossover, crossover, unavailable
 from .mask import classify_mask
-from .settings import Settings
+from .settings import Settings, traced_as_constant
 
 __all__ = ["Call", "Settings", "decide", "decide_kernel", "kernel_against", "reasons_against"]
 
@@ -162,16 +162,19 @@ def _mask(call: Call) -> Iterator[Reason]:
 
 
 def _short(call: Call, settings: Settings) -> Iterator[Reason]:
-    query, kv_len, least = call.query, call.key.shape[2], settings.min_kv
+    query, kv_len = call.query, call.key.shape[2]
+    if settings.min_kv is not None:
+        if kv_len < settings.min_kv:
+            yield Reason(Code.SHORT, (query.shape[2], kv_len), (1, settings.min_kv))
+        return
+    if query.device.type == "cpu":
+        return  # the interpreter is for trying and testing: no size pays there
+    pays = _crossover(query.device, query.shape[3])
+    least = pays.unmasked if call.attn_mask is None else pays.masked
     if least is None:
-        # The interpreter is for trying and testing: no size pays there.
-        on_cpu = query.device.type == "cpu"
-        pays = default_min_kv(
-            query.shape[0] * query.shape[1], query.shape[2], query.shape[3], call.attn_mask is not None
-        )
-        least = 0 if on_cpu else pays
-    if kv_len < least:
-        yield Reason(Code.SHORT, kv_len, least)
+        yield Reason(Code.SHORT, (query.shape[2], kv_len), "no size on this GPU")
+    elif kv_len < least or query.shape[2] < pays.queries:
+        yield Reason(Code.SHORT, (query.shape[2], kv_len), (pays.queries, least))
 
 
 def needs_mask_cast(call: Call) -> bool:
@@ -214,18 +217,23 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 # torch.compile runs these three when it traces and keeps what they return. Its guards cover the transforms.
-@torch.compiler.assume_constant_result
+@traced_as_constant
 def _switched_off() -> bool:
     return os.environ.get("SDPA_ROUTER") == "0"
 
 
-@torch.compiler.assume_constant_result
+@traced_as_constant
 def _unavailable(device: torch.device) -> Reason | None:
     found = unavailable(device)
     return None if found is None else Reason(Code(found[0]), found[1], found[2])
 
 
-@torch.compiler.assume_constant_result
+@traced_as_constant
+def _crossover(device: torch.device, head_dim: int) -> Crossover:
+    return crossover(device, head_dim)
+
+
+@traced_as_constant
 def _transform() -> str | None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a torch.func transform"

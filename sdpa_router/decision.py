@@ -36,7 +36,7 @@ class Code(_Text):
     text: str
     cure: str
 
-    def __new__(cls, value: str, text: str, cure: str) -> Code:
+    def __new__(cls, value: str, text: str = "", cure: str = "") -> Code:
         """Make the member `value` with its two texts."""
         code = str.__new__(cls, value)
         code._value_, code.text, code.cure = value, text, cure
@@ -169,8 +169,8 @@ class Code(_Text):
     )
     SHORT = (
         "short",
-        "{given} keys; the int8 route pays from {accepted}",
-        "Set `min_kv` to route shorter calls.",
+        "{given} queries and keys; the int8 route pays from {accepted}",
+        "Set `min_kv` to route by the number of keys alone.",
     )
     PV = (
         "pv",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -13,8 +14,13 @@ from torch.autograd import forward_ad
 from . import run
 from .decide import Call, decide, needs_mask_cast, reasons_against
 from .decision import Decision, UnsupportedError
-from .record import Sighting, known, plain_number, sight
+from .record import Sighting, known, plain_number, recent, sight
 from .settings import settings_of, skipping
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # private to torch: without it every call is recognised by its signature
+    TensorGuards = None
 
 if TYPE_CHECKING:
     from torch._dynamo.comptime import ComptimeContext, ComptimeVar
@@ -23,11 +29,20 @@ if TYPE_CHECKING:
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (float, int)
 _INFINITY = float("inf")
+_GUARDS = 4
 _recall = known.get
+_recall_recent = recent.get
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
+class Turn(Enum):
+    """Torch's turn; UNUSUAL where an argument is no plain tensor or number, and may ask which function was called."""
+
+    TORCH = 0
+    UNUSUAL = 1
 
 
 def dispatch(
@@ -42,17 +57,40 @@ def dispatch(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor | None:
-    """Answer a call under the settings `name`; None where `attention` is to be called with the arguments as they are.
+) -> torch.Tensor | Turn:
+    """Answer a call under the settings `name`, or return whose turn it is, with the arguments as they are.
 
-    A decision is recalled by everything that it depends on. That key is spelt out here, because a function call or an
+    A decision is recalled by everything that it depends on: first from the last call with a key of this size, by the
+    guard that torch.compile has for tensors, then by a signature. All is spelt out here, because a function call or an
     indirection costs a tenth of a microsecond on the way of every attention call.
     """
     if _compiling():
         return _traced(Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), name, attention)
+    state = (name, dropout_p, is_causal, scale, enable_gqa, _grad_enabled())
+    if (
+        type(key) is torch.Tensor and type(is_causal) is bool and type(enable_gqa) is bool
+        and type(dropout_p) in _NUMBERS and (scale is None or type(scale) in _NUMBERS)
+        and forward_ad._current_level < 0
+    ):  # fmt: skip
+        for numbers, check, sighting in _recall_recent(key.numel() if attn_mask is None else ~key.numel(), ()):
+            if numbers == state and (
+                check(query, key, value) if attn_mask is None else check(query, key, value, attn_mask)
+            ):
+                sighting.tick()
+                if sighting.as_given:
+                    return Turn.TORCH
+                return _answer(
+                    sighting, attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+                )
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _dispatch_by_signature(state, attention, call)
+
+
+def _dispatch_by_signature(state: tuple[Any, ...], attention: run.Attention, call: Call) -> torch.Tensor | Turn:
+    name = state[0]
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     sighting, skipped = None, False
     if name in skipping:
-        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         skipped = bool(settings_of(name).skip(call))  # type: ignore[misc]
     signature: Hashable = None
     if (
@@ -76,15 +114,48 @@ def dispatch(
         except RuntimeError:
             pass  # a sparse tensor has no strides, a nested one no shape either
     if sighting is None:
-        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         sighting = _judge(call, name, skipped, signature)
+    if signature is not None and name not in skipping and not _any_autocast():
+        _guard(state, sighting, (query, key, value) if attn_mask is None else (query, key, value, attn_mask))
     sighting.tick()
     if sighting.as_given:
-        return None
-    if sighting.decision.reasons:
-        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return _refuse_or_cast(sighting, call, attention)
-    return run.int8(query, key, value, attn_mask, is_causal, scale, sighting.settings.pv)[0]
+        return Turn.TORCH if signature is not None else Turn.UNUSUAL
+    return _answer(sighting, attention, *call)
+
+
+def _guard(state: tuple[Any, ...], sighting: Sighting, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Remember a call, so that one alike is recognised by a check in C++ of all that its tensors are but their data.
+
+    The check fails in another dispatch state: under autocast, inference mode or a torch.func transform.
+    """
+    size = tensors[1].numel()
+    guarded = recent.setdefault(size if len(tensors) == 3 else ~size, [])
+    # The check refuses a tensor that comes twice. A model has few kinds of calls with keys of one size.
+    if TensorGuards is not None and len({*map(id, tensors)}) == len(tensors) and len(guarded) < _GUARDS:
+        shapes = [list(tensor.shape) for tensor in tensors]
+        strides = [list(tensor.stride()) for tensor in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+        guarded.append((state, guards.check, sighting))
+
+
+def _answer(
+    sighting: Sighting,
+    attention: run.Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    if not sighting.decision.reasons:
+        return run.int8(query, key, value, attn_mask, is_causal, scale, sighting.settings.pv)[0]
+    if sighting.settings.on_unsupported == "raise":
+        raise UnsupportedError(sighting.decision)
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return run.native(call, attention, cast_mask=True)
 
 
 def _judge(call: Call, name: str, skipped: bool, signature: Hashable) -> Sighting:
@@ -96,14 +167,9 @@ def _judge(call: Call, name: str, skipped: bool, signature: Hashable) -> Sightin
     return sight(signature or (name, str(decision)), call, decision, settings)
 
 
-def _refuse_or_cast(sighting: Sighting, call: Call, attention: run.Attention) -> torch.Tensor:
-    if sighting.settings.on_unsupported == "raise":
-        raise UnsupportedError(sighting.decision)
-    return run.native(call, attention, cast_mask=True)
-
-
-def _require_grad(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
-    return tuple(tensor is not None and tensor.requires_grad for tensor in tensors)
+def _require_grad(*tensors: torch.Tensor | None) -> tuple[bool, ...] | bool:
+    flags = tuple(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return any(flags) and flags
 
 
 def _autocast(device_type: str) -> tuple[bool, torch.dtype] | None:
@@ -117,10 +183,10 @@ def _traced(call: Call, name: str, attention: run.Attention) -> torch.Tensor:
     from torch._dynamo.comptime import comptime
 
     settings = settings_of(name)
-    # All of these are local variables because _record_trace reads them.
+    # All of these are local variables because record_trace reads them.
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call  # noqa: RUF059
     codes = [reason.code.value for reason in reasons_against(call, settings)]
-    comptime(_record_trace)
+    comptime(record_trace)
     if not codes:
         return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv)[0]
     if settings.on_unsupported == "raise":
@@ -128,7 +194,7 @@ def _traced(call: Call, name: str, attention: run.Attention) -> torch.Tensor:
     return run.native(call, attention, cast_mask=needs_mask_cast(call))
 
 
-def _record_trace(context: ComptimeContext) -> None:
+def record_trace(context: ComptimeContext) -> None:
     """Record the call in whose _traced() torch.compile is: `context` gives its local variables."""
     name, *arguments = (_example(context.get_local(local)) for local in ("name", *Call._fields))
     call, settings = Call(*arguments), settings_of(name)
@@ -155,10 +221,10 @@ def _example(variable: ComptimeVar) -> Any:
 
 
 def refuse(codes: list[str], decide_again: Callable[..., Decision], *arguments: object) -> None:
-    """Raise UnsupportedError, from Python as a graph can't; under fullgraph=True torch raises its own with the codes."""
+    """Raise UnsupportedError, from Python as graphs can't; under fullgraph=True torch raises its own with the codes."""
     if _compiling():
         torch._dynamo.graph_break(f"sdpa_router.UnsupportedError: {', '.join(codes)}")
-        torch.compiler.disable(_raise)(decide_again, *arguments)
+        torch.compiler.disable(_raise)(decide_again, *arguments)  # type: ignore[no-untyped-call]
     _raise(decide_again, *arguments)
 
 

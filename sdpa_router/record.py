@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -88,6 +88,9 @@ class Sighting:
 
 
 known: dict[Hashable, Sighting] = {}
+# Some calls with a key of this many elements (inverted with a mask): the numbers of each, a check of its tensors, and
+# what was decided.
+recent: dict[int, list[tuple[tuple[Any, ...], Callable[..., bool], Sighting]]] = {}
 _folded: Counter[tuple[str, tuple[str, ...]]] = Counter()
 _lock = threading.RLock()
 _json_broken = False
@@ -118,14 +121,19 @@ def judge_anew() -> None:
     with _lock:
         for sighting in known.values():
             _folded[sighting.outcome] += sighting.count
-        known.clear()
+        _forget()
 
 
 def reset_stats() -> None:
     """Forget all counts and decisions, so that signatures are judged anew."""
     with _lock:
-        known.clear()
+        _forget()
         _folded.clear()
+
+
+def _forget() -> None:
+    known.clear()
+    recent.clear()
 
 
 def stats() -> dict[str, Any]:
@@ -242,11 +250,11 @@ def plain_number(value: Any) -> Any:
 
 
 def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
 def _caller() -> tuple[int, tuple[str, int, str]]:
-    """Return the stack level for warnings.warn() in the calling function, and file, line and name of the user's call."""
+    """Return the stack level for warnings.warn() in the caller of this, and file, line and name of the user's call."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .kernels.int8_attention.limits import LIMITS
 
@@ -43,8 +43,18 @@ class Settings:
             raise TypeError(f"log is {self.log!r}; accepted: True or False")
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def traced_as_constant(function: _Function) -> _Function:
+    """Decorate a function that torch.compile is to run when it traces, and to keep the answer of."""
+    # What torch.compiler.assume_constant_result does, which imports torch._dynamo and Triton first.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 class _Kept:
-    """Settings by name, as attributes: torch.compile guards the one that it reads; of a dict it would guard the size."""
+    """Settings by name, as attributes: torch.compile guards the one that it reads, but of a dict the size too."""
 
 
 # The name "off" means "not routing"; its settings are the defaults. A compiled graph is guarded by the name, so that

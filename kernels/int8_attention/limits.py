@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib import metadata
+from typing import NamedTuple
 
 import torch
 
@@ -91,10 +92,27 @@ def _text(version: tuple[int, int] | None, separator: str = ".") -> str:
     return separator.join(map(str, version)) if version else "(not installed)"
 
 
-def default_min_kv(batch_heads: int, q_len: int, head_dim: int, has_mask: bool) -> int:
-    """The shortest key length from which the int8 route is not slower than torch, by measurement.
+class Crossover(NamedTuple):
+    """From how many queries and keys on the int8 route is not slower than torch; None: from no number on."""
 
-    The figures are for an NVIDIA H200 in eager mode, where four launches of the route cost what they cost; see
-    bench/results and `bench/bench_attention.py --cases crossover`.
-    """
-    return 1024 if has_mask else 4096
+    queries: int
+    masked: int | None
+    unmasked: int | None
+
+
+# By compute capability; head_dim up to 64, and above. Eager calls, quantisation included. sm_90: on an H200 (the
+# crossover cases of bench/bench_attention.py, bench/results/attention.jsonl). torch is slower under a mask.
+_CROSSOVERS = {
+    (9, 0): (Crossover(2048, 4096, None), Crossover(2048, 4608, None)),
+}
+# Elsewhere nothing was measured. int8 products are 2 to 4 times as fast as 16-bit ones there, so this is conservative.
+_CROSSOVER_ELSEWHERE = (Crossover(2048, 4096, 4096), Crossover(2048, 4096, 4096))
+
+
+def crossover(device: torch.device, head_dim: int) -> Crossover:
+    """The crossover on `device`; one that is no GPU (a meta tensor's) stands for the current GPU, if there is one."""
+    pair = _CROSSOVER_ELSEWHERE
+    if torch.cuda.is_available() and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(device if device.type == "cuda" else None)
+        pair = _CROSSOVERS.get(capability, pair)
+    return pair[head_dim > 64]

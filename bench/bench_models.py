@@ -1,0 +1,345 @@
+"""What the router does in diffusers models: which calls it takes, what that changes, and what a step costs.
+
+    TRITON_INTERPRET=1 python bench/bench_models.py --table      # small random pipelines, as a markdown table
+    python bench/bench_models.py --gpu                           # full-width Wan 1.3B and Flux transformers
+    python bench/bench_models.py --overhead                      # models that never qualify, enabled and not
+
+--table: a pipeline of each family runs one step and its VAE, natively and with the transformer enabled; audit() gives
+the errors of the first step. --gpu: step times are medians of interleaved steps (timing.py), eager and with
+compile_repeated_blocks(); the PSNR is that of the latents after --steps Euler steps from the same noise.
+Each measurement is appended to bench/results/models.jsonl as one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import statistics
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import full_models
+import pipelines
+import torch
+import torch.nn.functional as functional
+from records import RESULTS, Invocation, commit_here, table
+from timing import Effort, Run, Timing, interleaved
+from tqdm import tqdm
+
+import sdpa_router
+from sdpa_router.testing import BUDGET, relative_error
+
+HEADER = ("model", "routed calls", "native calls", "masks", "worst call", "output", "VAE calls")
+
+
+class Counted:
+    """Counts what reaches torch's attention, from the model and from the VAE, while it stands in torch's place."""
+
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae
+        self.in_vae = False
+        self.calls: Counter[bool] = Counter()
+        self.routed_in_vae = 0
+
+    def __enter__(self) -> Counted:
+        self.torch = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = self._attention
+        self.vae.decode = self._decode
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        functional.scaled_dot_product_attention = self.torch
+        del self.vae.decode
+
+    def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls[self.in_vae] += 1
+        return self.torch(*args, **kwargs)
+
+    def _decode(self, *args: Any, **kwargs: Any) -> Any:
+        self.in_vae = True
+        with sdpa_router.record() as seen:
+            out = type(self.vae).decode(self.vae, *args, **kwargs)
+        self.in_vae = False
+        self.routed_in_vae += sum(record["count"] for record in seen.records)
+        return out
+
+
+def inspect_model(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Run a small pipeline natively and enabled; return what the table shows of it."""
+    small = pipelines.build(name, device=device, dtype=dtype)
+    args, kwargs = pipelines.first_inputs(small)
+    found = sdpa_router.audit(small.model, *args, kwargs=kwargs, settings=sdpa_router.Settings(min_kv=0), show=False)
+    with Counted(small.pipe.vae) as counted:
+        sdpa_router.enable(small.model, min_kv=0, log=False)
+        with sdpa_router.record() as seen:
+            pipelines.images(small)
+        sdpa_router.disable(small.model)
+    routes: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    masks: dict[str, None] = {}
+    for record in seen.records:
+        routes[record["backend"]] += record["count"]
+        reasons.update({", ".join(record["reasons"]): record["count"]} if record["reasons"] else {})
+        masks[_mask(record["mask"])] = None
+    assert counted.calls[False] == routes["sdpa"], "a call of the model passed the router by"
+    errors = [row.error for row in found.rows if row.error is not None]
+    return {
+        "model": name,
+        "routed": routes["int8"],
+        "native": routes["sdpa"],
+        "reasons": dict(reasons),
+        "masks": list(masks),
+        "worst_call": max(errors, default=None),
+        "output_error": found.output_error,
+        "vae_calls": counted.calls[True],
+        "vae_routed": counted.routed_in_vae,
+    }
+
+
+def _mask(mask: dict[str, Any]) -> str:
+    if mask["kind"] == "none":
+        return "none"
+    return f"{mask['kind'].replace('_', ' ')} {mask['dtype']} {mask['shape']}"
+
+
+def _within_budget(row: dict[str, Any]) -> bool:
+    figures = (row["worst_call"], row["output_error"])
+    return row["vae_routed"] == 0 and all(figure is None or figure <= BUDGET.gaussian for figure in figures)
+
+
+def show_table(rows: list[dict[str, Any]]) -> str:
+    """The README's table."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    for row in rows:
+        native = ", ".join(f"{count} ({codes})" for codes, count in row["reasons"].items()) or "0"
+        errors = ["-" if row[name] is None else f"{row[name]:.4f}" for name in ("worst_call", "output_error")]
+        vae = f"{row['vae_calls']} native, {row['vae_routed']} routed"
+        cells = (row["model"], str(row["routed"]), native, "; ".join(row["masks"]), *errors, vae)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def run_table(options: argparse.Namespace, invocation: Invocation) -> int:
+    rows = [
+        # In bfloat16 rounding elsewhere in a network changes its output more than int8 attention does.
+        invocation.write({"kind": "table", **inspect_model(name, invocation.device, torch.float16)})
+        for name in tqdm(options.models or pipelines.BUILDS, desc="models", disable=None)
+    ]
+    print(show_table(rows))
+    over = [row["model"] for row in rows if not _within_budget(row)]
+    if over:
+        print(f"over the error budget of {BUDGET.gaussian}, or with a routed VAE: {', '.join(over)}", file=sys.stderr)
+    return 1 if over else 0
+
+
+def run_overhead(options: argparse.Namespace, invocation: Invocation) -> int:
+    """Time one forward of float32 models, which never qualify, enabled and not, interleaved."""
+    shown = []
+    for name in tqdm(options.models or pipelines.BUILDS, desc="models", disable=None):
+        small = pipelines.build(name, device=invocation.device, dtype=torch.float32, larger=4)
+        args, kwargs = pipelines.first_inputs(small)
+        enabled = copy.deepcopy(small.model)
+        sdpa_router.enable(enabled, log=False)
+        models = {"native": small.model, "enabled": enabled}
+        runs = {impl: Run(functools.partial(model, *args, **kwargs)) for impl, model in models.items()}
+        if invocation.device.type == "cpu":
+            native, ours, ratio = _in_turns(runs)
+        else:
+            times = _timed(runs, invocation.device, Effort(1500.0, 10, 200))
+            native, ours = times["native"].ms, times["enabled"].ms
+            ratio = ours / native
+        invocation.write({"kind": "overhead", "model": name, "ms": native, "enabled_ms": ours, "ratio": ratio})
+        shown.append((name, f"{native:.3f}", f"{ours:.3f}", f"{ratio:.4f}"))
+    print(table(("model", "ms", "enabled ms", "ratio"), shown))
+    return 0
+
+
+def _in_turns(runs: dict[str, Run], rounds: int = 100) -> tuple[float, float, float]:
+    """Median ms of processor time, native and enabled, and the median ratio of neighbours; one thread.
+
+    Processor time, not the clock: a machine that others use too then gives the same figures.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name in sorted(runs, reverse=number % 2 == 1):
+            began = time.process_time()
+            runs[name].call()
+            taken[name].append((time.process_time() - began) * 1e3)
+    torch.set_num_threads(threads)
+    ratios = [ours / native for native, ours in zip(taken["native"], taken["enabled"], strict=True)]
+    median = statistics.median
+    return median(taken["native"]), median(taken["enabled"]), median(ratios)
+
+
+def _timed(runs: dict[str, Run], device: torch.device, effort: Effort) -> dict[str, Timing]:
+    times: dict[str, Timing] = {}
+    for name, timing in interleaved(runs, device, effort).items():
+        if isinstance(timing, Exception):
+            raise timing
+        times[name] = timing
+    return times
+
+
+class Steps:
+    """The full-width run of one model: builds, checks, times eager steps, then compiled ones."""
+
+    def __init__(self, name: str, options: argparse.Namespace, invocation: Invocation, bar: Any) -> None:
+        self.options = options
+        self.invocation = invocation
+        self.device = invocation.device
+        self.bar = bar
+        self.full: full_models.Full = self.stage(
+            f"{name}: building", lambda: full_models.build(name, self.device, torch.bfloat16, options.tiny)
+        )
+        self.native_latents: torch.Tensor | None = None
+
+    def stage(self, text: str, work: Callable[[], Any]) -> Any:
+        self.bar.set_description(text)
+        done = work()
+        self.bar.update()
+        return done
+
+    def context(self, impl: str) -> AbstractContextManager[object]:
+        return sdpa_router.route(log=False) if impl == "routed" else nullcontext()
+
+    def step(self) -> torch.Tensor:
+        return self.full.velocity(self.full.noise, 1.0)
+
+    def denoised(self, impl: str) -> torch.Tensor:
+        with self.context(impl):
+            return self.full.denoise(self.options.steps)
+
+    def run(self, variant: str) -> list[dict[str, Any]]:
+        """Check and time native and routed steps, eager or compiled; write their lines."""
+        name = f"{self.full.name} {variant}"
+        rows: dict[str, dict[str, Any]] = {}
+        for impl in ("native", "routed"):
+            began = time.monotonic()
+            with sdpa_router.record() as seen:
+                latents = self.stage(f"{name} {impl}: denoising", lambda impl=impl: self.denoised(impl))
+            if self.native_latents is None:
+                self.native_latents = latents
+            calls: Counter[str] = Counter()
+            for record in seen.records:
+                calls[", ".join((record["backend"], *record["reasons"]))] += record["count"]
+            rows[impl] = {
+                "kind": "step",
+                "model": self.full.name,
+                "tokens": self.full.tokens,
+                "variant": variant,
+                "impl": impl,
+                "psnr": None if latents is self.native_latents else full_models.psnr(latents, self.native_latents),
+                "error": relative_error(latents, self.native_latents),
+                "steps": self.options.steps,
+                "calls": dict(calls),
+                "phase": seen.records[0]["phase"] if seen.records else None,
+                "first_s": time.monotonic() - began,
+            }
+        if variant == "eager":
+            for impl, row in rows.items():
+                row["attention_ms"] = self.stage(f"{name} {impl}: attention share", lambda impl=impl: self.share(impl))
+        runs = {impl: Run(self.step, lambda impl=impl: self.context(impl)) for impl in rows}
+        effort = Effort(self.options.budget_ms, 5, 30)
+        times = self.stage(f"{name}: timing", lambda: _timed(runs, self.device, effort))
+        for impl, row in rows.items():
+            row.update(step_ms=times[impl].ms, spread=times[impl].spread, repeats=times[impl].repeats)
+            if "attention_ms" in row:
+                row["attention_share"] = row["attention_ms"] / row["step_ms"]
+        return [self.invocation.write(row) for row in rows.values()]
+
+    def share(self, impl: str) -> float:
+        with self.context(impl):
+            return full_models.attention_ms(self.step, self.device)
+
+
+def run_steps(options: argparse.Namespace, invocation: Invocation) -> int:
+    """Full-width models; compiled ones only before the deadline, as compiling is what takes long."""
+    ends = time.monotonic() + options.deadline
+    rows: list[dict[str, Any]] = []
+    names = options.models or list(full_models.FULL)
+    with tqdm(total=len(names) * 9, disable=None) as bar:
+        for name in names:
+            steps = Steps(name, options, invocation, bar)
+            rows += steps.run("eager")
+            if time.monotonic() + options.compile_s > ends:
+                print(f"{name}: not compiled, the deadline is too near", flush=True)
+                bar.update(3)
+            else:
+                steps.full.model.compile_repeated_blocks(fullgraph=True)
+                rows += steps.run("compiled")
+            del steps
+            if invocation.device.type == "cuda":
+                torch.cuda.empty_cache()
+    print(table(STEP_COLUMNS, [_step_cells(row, rows) for row in rows]))
+    return 0
+
+
+STEP_COLUMNS = ("model", "tokens", "variant", "impl", "step ms", "+-", "speedup", "attention ms", "share", "PSNR dB", "calls")
+
+
+def _step_cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    beside = (row["model"], row["variant"], "native")
+    native = next(other for other in rows if (other["model"], other["variant"], other["impl"]) == beside)
+    attention = row.get("attention_ms")
+    return (
+        row["model"],
+        str(row["tokens"]),
+        row["variant"],
+        row["impl"],
+        f"{row['step_ms']:.2f}",
+        f"{row['spread']:.1%}",
+        f"{native['step_ms'] / row['step_ms']:.3f}",
+        "-" if attention is None else f"{attention:.2f}",
+        "-" if attention is None else f"{row['attention_share']:.1%}",
+        "-" if row["psnr"] is None else f"{row['psnr']:.1f}",
+        "; ".join(f"{count} {codes}" for codes, count in row["calls"].items()) or "-",
+    )
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--table", dest="run", action="store_const", const=run_table, help="routed and native calls")
+    what.add_argument("--gpu", dest="run", action="store_const", const=run_steps, help="steps of full-width models")
+    what.add_argument("--overhead", dest="run", action="store_const", const=run_overhead, help="what enabling costs")
+    parser.add_argument("--models", default=None, help="names, separated by commas; all by default")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--steps", type=int, default=4, help="of the denoising loop of --gpu")
+    parser.add_argument("--budget-ms", type=float, default=4000.0, help="of timing, for each of the rivals of --gpu")
+    parser.add_argument("--tiny", action="store_true", help="--gpu with toy widths, to try it without a GPU")
+    parser.add_argument("--deadline", type=float, default=170.0, help="seconds of --gpu")
+    parser.add_argument("--compile-s", type=float, default=70.0, help="seconds that compiling is expected to take")
+    parser.add_argument("--commit", default=None, help="recorded where this is no git checkout")
+    parser.add_argument("--out", type=Path, default=RESULTS / "models.jsonl")
+    options = parser.parse_args(arguments)
+    known = list(full_models.FULL if options.run is run_steps else pipelines.BUILDS)
+    options.models = options.models.split(",") if options.models else None
+    if unknown := [name for name in options.models or [] if name not in known]:
+        parser.error(f"unknown model {unknown[0]!r}; accepted: {', '.join(known)}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    invocation = Invocation(torch.device(options.device), options.out, options.commit or commit_here())
+    diffusers.utils.logging.set_verbosity_error()
+    print(f"run {invocation.run}: {invocation.facts()}, diffusers {diffusers.__version__}", flush=True)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        done: int = options.run(options, invocation)
+    return done
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""diffusers: an attention backend named "sdpa_router" for its own switch, and a patch for all of its models.
+
+For one model sdpa_router.enable(pipe.transformer) is all that is needed. It also covers the models that never ask for
+a backend (SD3, Sana, PixArt, the U-Nets), and no other model sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..context import route
+from ..decide import Call
+from ..dispatch import dispatch
+from ..lse import attention_with_lse
+from ..settings import OFF, Settings, active_name, intern
+
+NAME = "sdpa_router"
+SUPPORTED = "0.36 or newer (tested: 0.42.1)"
+_MEMBER = NAME.upper()
+
+# Names of settings, OFF once undone; torch.compile guards graphs by them.
+_registered = OFF
+_patched = OFF
+
+
+def register(
+    *,
+    on_unsupported: str = "fallback",
+    min_kv: int | None = None,
+    pv: str = "auto",
+    skip: Callable[[Call], bool] | None = None,
+    log: bool = True,
+) -> None:
+    """Make "sdpa_router" a name for set_attention_backend() and attention_backend(); the settings are those of route().
+
+    What the int8 kernel can't answer goes on to diffusers' "native" backend, a BlockMask to "flex", and calls under
+    context parallelism to "native". return_lse=True is answered on both routes. Inside route() or an enabled module
+    their settings hold instead. Registering again replaces the settings.
+    set_attention_backend() also makes the name the default of every model without a backend of its own, and
+    reset_attention_backend() leaves that so (diffusers#14249); sdpa_router.enable() touches no other model.
+    Raises ImportError for a diffusers that can't be served.
+
+    >>> register()
+    >>> pipe.transformer.set_attention_backend("sdpa_router")
+    """
+    global _registered
+    name = intern(Settings(on_unsupported, min_kv, pv, skip, log))
+    routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, skip=skip, log=log)
+    parts = _parts()
+    if NAME not in parts.names._value2member_map_:
+        _add_member(parts.names)
+    checks = parts.registry._constraints.get(parts.names.NATIVE)
+    backend = _backend(parts, routed(parts.native))
+    parts.registry.register(parts.names(NAME), constraints=checks, supports_context_parallel=True)(backend)
+    _registered = name
+
+
+def unregister() -> None:
+    """Undo register(): the name is unknown again, and what is still set to it is answered by "native", bit for bit."""
+    global _registered
+    _registered = OFF
+    parts = _parts()
+    if NAME not in parts.names._value2member_map_:
+        return
+    _remove_member(parts.names)
+    parts.registry._supports_context_parallel.discard(NAME)
+    if parts.registry._active_backend == NAME:
+        parts.registry.set_active_backend(parts.default)
+
+
+def patch(
+    *,
+    on_unsupported: str = "fallback",
+    min_kv: int | None = None,
+    pv: str = "auto",
+    skip: Callable[[Call], bool] | None = None,
+    log: bool = True,
+) -> None:
+    """Run every diffusers model inside route() with these settings, future ones too; autoencoders stay native.
+
+    Text encoders are not diffusers models. Inside route() or an enabled module their settings hold instead. Patching
+    again replaces the settings. Raises ImportError for a diffusers that can't be served.
+    """
+    global _patched
+    name = intern(Settings(on_unsupported, min_kv, pv, skip, log))
+    model = _parts().model
+    if model.__call__ is not _routed_call:
+        _calls.previous = model.__dict__.get("__call__")
+        model.__call__ = _routed_call
+    _calls.native = _calls.previous or torch.nn.Module.__call__
+    _calls.routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, skip=skip, log=log)(_calls.native)
+    _patched = name
+
+
+def unpatch() -> None:
+    """Undo patch(). Where somebody has replaced the method since, that stays, and what it calls of ours is native."""
+    global _patched
+    _patched = OFF
+    model = _parts().model
+    if model.__call__ is not _routed_call:
+        return
+    if _calls.previous is None:
+        del model.__call__
+    else:
+        model.__call__ = _calls.previous
+
+
+class _calls:  # noqa: N801 (a namespace)
+    """What ModelMixin's own __call__ was, if it had one, what it amounts to, and that inside route()."""
+
+    previous: Callable[..., Any] | None = None
+    native: Callable[..., Any] = torch.nn.Module.__call__
+    routed: Callable[..., Any] = torch.nn.Module.__call__
+
+
+def _routed_call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    autoencoder = type(self).__module__.startswith("diffusers.models.autoencoders")
+    if _patched == OFF or active_name() != OFF or autoencoder:
+        return _calls.native(self, *args, **kwargs)
+    return _calls.routed(self, *args, **kwargs)
+
+
+def _backend(parts: _Parts, routed: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the backend: diffusers' layout in and out, query, key, value [B, S, H, D] and the LSE [B, S, H]."""
+
+    # diffusers hands on only those arguments that the signature names.
+    def sdpa_router_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _parallel_config: Any = None,
+    ) -> Any:
+        surrounding = active_name()
+        name = _registered if surrounding == OFF else surrounding
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if name == OFF or _parallel_config is not None:
+            return parts.native(*arguments, return_lse=return_lse, _parallel_config=_parallel_config)
+        if isinstance(attn_mask, parts.block_mask):
+            return _with_block_mask(parts, name, *arguments, return_lse)
+        if return_lse:
+            return _with_lse(name, *arguments)
+        return routed(*arguments) if surrounding == OFF else parts.native(*arguments)
+
+    return sdpa_router_attention
+
+
+def _with_lse(
+    name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
+        attn_mask = attn_mask[:, None, None]  # [B, K], as diffusers reads it
+    out, lse = attention_with_lse(name, *_heads_first(query, key, value), attn_mask, *rest)
+    return out.permute(0, 2, 1, 3), lse.permute(0, 2, 1).contiguous()
+
+
+def _with_block_mask(
+    parts: _Parts,
+    name: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+) -> Any:
+    heads_first = _heads_first(query, key, value)
+    if not torch.compiler.is_dynamo_compiling():
+        # Never an answer, but a record, or UnsupportedError where that was asked for.
+        dispatch(name, parts.native, *heads_first, block_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if not return_lse:
+        return parts.flex(query, key, value, block_mask, is_causal, scale, enable_gqa)
+    # diffusers' own backend fails on the pair that this returns.
+    out, lse = parts.flex_attention(
+        *heads_first, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa, return_lse=True
+    )
+    return out.permute(0, 2, 1, 3), lse.permute(0, 2, 1).contiguous()
+
+
+_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _heads_first(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Three:
+    return query.permute(0, 2, 1, 3), key.permute(0, 2, 1, 3), value.permute(0, 2, 1, 3)
+
+
+def _add_member(names: Any) -> None:
+    """Add the name to diffusers' enumeration of backends, which Python has closed."""
+    member = str.__new__(names, NAME)
+    member._name_, member._value_ = _MEMBER, NAME
+    member.__objclass__ = names
+    member._sort_order_ = len(names._member_names_)
+    setattr(names, _MEMBER, member)  # before it is a member: those can't be set
+    names._member_names_.append(_MEMBER)
+    names._member_map_[_MEMBER] = member
+    names._value2member_map_[NAME] = member
+
+
+def _remove_member(names: Any) -> None:
+    names._member_names_.remove(_MEMBER)
+    del names._member_map_[_MEMBER], names._value2member_map_[NAME]
+    delattr(names, _MEMBER)  # after it was one: those can't be deleted
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What is used of diffusers: names (the enumeration), registry, two backends, model (ModelMixin); and of torch."""
+
+    names: Any
+    registry: Any
+    default: Any
+    native: Callable[..., Any]
+    flex: Callable[..., Any]
+    model: Any
+    block_mask: type
+    flex_attention: Callable[..., Any]
+
+
+def _parts() -> _Parts:
+    try:
+        import diffusers
+    except ImportError as error:
+        raise ImportError(f"found no diffusers; supported: {SUPPORTED}") from error
+    try:
+        from diffusers import ModelMixin
+        from diffusers.models import attention_dispatch
+        from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+        dispatching: Any = attention_dispatch
+        names, registry = dispatching.AttentionBackendName, dispatching._AttentionBackendRegistry
+        return _Parts(
+            names=names,
+            registry=registry,
+            default=names(dispatching.DIFFUSERS_ATTN_BACKEND),
+            native=registry._backends[names.NATIVE],
+            flex=registry._backends[names.FLEX],
+            model=ModelMixin,
+            block_mask=BlockMask,
+            flex_attention=flex_attention,
+        )
+    except (ImportError, AttributeError, KeyError) as error:
+        raise ImportError(f"found diffusers {diffusers.__version__}; supported: {SUPPORTED}") from error

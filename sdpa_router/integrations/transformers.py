@@ -1,0 +1,170 @@
+"""transformers: an attention implementation named "sdpa_router", registered together with its mask.
+
+Attention alone would not do: for a name without a mask function transformers makes no mask, and padding is attended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..context import route
+from ..decide import Call, reasons_against
+from ..settings import Settings
+
+NAME = "sdpa_router"
+SUPPORTED = "5.0 or newer (tested: 5.0.0 and 5.24.0)"
+
+_Attention = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
+
+
+def register(
+    *,
+    on_unsupported: str = "fallback",
+    min_kv: int | None = None,
+    pv: str = "auto",
+    skip: Callable[[Call], bool] | None = None,
+    log: bool = True,
+) -> None:
+    """Make attn_implementation="sdpa_router" known to transformers; the settings are those of route().
+
+    Models that use it send their attention through the router, other models stay as they are. Bidirectional padding
+    stays one row for all queries, [B, 1, 1, K], which the int8 kernel takes; causal masks with padding and sliding
+    windows are [B, 1, Q, K], which torch answers, as it does calls with a position bias.
+    Registering again replaces the settings. Raises ImportError for a transformers that can't be served.
+
+    >>> register()
+    >>> model = AutoModel.from_pretrained(path, attn_implementation="sdpa_router")
+    """
+    settings = Settings(on_unsupported, min_kv, pv, skip, log)
+    parts = _parts()
+    routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, skip=skip, log=log)
+    parts.attention_interface.register(NAME, _attention(settings, routed, parts.sdpa_attention_forward))
+    parts.mask_interface.register(NAME, _mask(parts.sdpa_mask, parts.bidirectional_mask_function))
+
+
+def unregister() -> None:
+    """Undo register(). A model that still names "sdpa_router" raises KeyError until it gets another implementation."""
+    parts = _parts()
+    for interface in (parts.attention_interface, parts.mask_interface):
+        interface._global_mapping.pop(NAME, None)
+
+
+def attach(model: Any) -> None:
+    """Switch a loaded model to "sdpa_router"; model.set_attn_implementation("sdpa") switches it back.
+
+    set_attn_implementation("sdpa_router") does the same, but only logs a warning where it has no effect.
+    Raises TypeError for what is not a transformers model, RuntimeError before register(), and ValueError for a model
+    whose attention transformers doesn't dispatch.
+    """
+    parts = _parts()
+    if not isinstance(model, parts.pretrained_model):
+        raise TypeError(f"attach() takes a transformers PreTrainedModel; given {type(model).__name__}")
+    if NAME not in parts.attention_interface._global_mapping:
+        raise RuntimeError(f'"{NAME}" is not registered; call sdpa_router.integrations.transformers.register() first')
+    given = f"{type(model).__name__}, whose attention transformers does not dispatch"
+    accepted = "models built on AttentionInterface with SDPA; for others, sdpa_router.enable(model)"
+    try:
+        model.set_attn_implementation(NAME)
+    except ValueError as error:
+        raise ValueError(f"given {given}; accepted: {accepted}") from error
+    if model.config._attn_implementation != NAME:
+        raise ValueError(f"given {given}; accepted: {accepted}")
+
+
+def _attention(settings: Settings, routed: route, sdpa_attention_forward: _Attention) -> _Attention:
+    native = routed(sdpa_attention_forward)
+    grouped = routed(_grouped_attention)
+
+    def sdpa_router_attention_forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        position_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Answer like transformers' sdpa_attention_forward: query [B, H, Q, D] in, [B, Q, H, D] out."""
+        grouping = getattr(module, "num_key_value_groups", 1) > 1 and query.shape[2] > 1
+        plain = position_bias is None and kwargs.get("softcap") is None
+        if grouping and plain and attention_mask is not None and _one_row(attention_mask):
+            # Under a mask transformers repeats keys and values for each query head; the int8 kernel needs no copies.
+            call = Call(query, key, value, attention_mask, dropout, False, scaling, True)
+            if not list(reasons_against(call, settings)):
+                return grouped(query, key, value, attention_mask, dropout, scaling)
+        return native(
+            *(module, query, key, value, attention_mask),
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            position_bias=position_bias,
+            **kwargs,
+        )
+
+    return sdpa_router_attention_forward
+
+
+def _grouped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+) -> tuple[torch.Tensor, None]:
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _one_row(mask: torch.Tensor) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[2] == 1
+
+
+def _mask(sdpa_mask: Callable[..., Any], bidirectional: Callable[..., Any]) -> Callable[..., Any]:
+    def sdpa_router_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """Make the mask that transformers' sdpa_mask makes; of a bidirectional one only the first query's row."""
+        if not args and kwargs.get("mask_function") is bidirectional:
+            # Padding hides a key from all queries alike. Older versions give the queries' places, not their number.
+            if "q_length" in kwargs:
+                kwargs["q_length"] = 1
+            elif "cache_position" in kwargs:
+                kwargs["cache_position"] = kwargs["cache_position"][:1]
+        return sdpa_mask(*args, **kwargs)  # type: ignore[no-any-return]
+
+    return sdpa_router_mask
+
+
+class _Parts:
+    """What is used of transformers."""
+
+    def __init__(self) -> None:
+        from transformers import AttentionInterface, PreTrainedModel
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
+
+        self.attention_interface: Any = AttentionInterface
+        self.mask_interface: Any = AttentionMaskInterface
+        self.pretrained_model: Any = PreTrainedModel
+        self.sdpa_attention_forward: _Attention = sdpa_attention_forward
+        self.sdpa_mask: Callable[..., Any] = sdpa_mask
+        self.bidirectional_mask_function: Callable[..., Any] = bidirectional_mask_function
+
+
+def _parts() -> _Parts:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"found no transformers; supported: {SUPPORTED}") from error
+    try:
+        return _Parts()
+    except ImportError as error:
+        raise ImportError(f"found transformers {transformers.__version__}; supported: {SUPPORTED}") from error

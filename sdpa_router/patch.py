@@ -1,0 +1,163 @@
+"""Take the place of torch.nn.functional.scaled_dot_product_attention while some thread is inside route().
+
+In threads that are not, the replacement passes through. torch.compile guards graphs by the identity of the replacement
+and by the name of the settings, so that a graph is shared by equal settings and never used under others.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+import warnings
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch.utils._device import DeviceContext
+
+from . import run
+from .dispatch import Turn, dispatch
+from .record import judge_anew
+from .settings import OFF, active, traced_as_constant
+
+_lock = threading.Lock()
+_users = 0
+_stays = False
+# Every replacement made so far, one for each function found in place. Only _top routes: another one, which somebody's
+# own patch may still call, passes through.
+_patches: list[run.Attention] = []
+_top: run.Attention | None = None
+_foreign: object = None
+_environment: tuple[str | None, ...] = ()
+
+# scale and enable_gqa are keyword-only in torch.
+_POSITIONAL = 6
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), float, int, bool))
+_compiling = torch.compiler.is_dynamo_compiling
+_modes = torch._C._len_torch_function_stack
+_overridden = torch.overrides.has_torch_function
+
+
+def install(users: int = 1) -> None:
+    """Be in place, for `users` more calls of uninstall()."""
+    global _users, _top
+    _judge_anew_if_environment_changed()
+    with _lock:
+        if not _patches:
+            # Computed later it would list the replacement, and dynamo would hide SDPA from every TorchFunctionMode.
+            torch.overrides.get_overridable_functions()
+        found = F.scaled_dot_product_attention
+        if _users == 0 or found is not _top:
+            _top = _patch_for(found)
+            run.below = _top.__wrapped__  # type: ignore[attr-defined]
+            F.scaled_dot_product_attention = _top
+        _users += users
+
+
+@traced_as_constant
+def stay_installed() -> None:
+    """Be in place for good: the guards of the graph that is being traced need it."""
+    global _stays
+    install(users=0 if _stays else 1)
+    _stays = True
+
+
+def uninstall() -> None:
+    """Put back what was found, unless there are other users or somebody else has taken the place since."""
+    global _users, _foreign
+    with _lock:
+        _users -= 1
+        if _users:
+            return
+        below, run.below = run.below, None
+        found = F.scaled_dot_product_attention
+        if found is _top:
+            F.scaled_dot_product_attention = below  # type: ignore[assignment]
+            return
+        known, _foreign = _foreign is found, found
+    if not known and found is not below:
+        warnings.warn(
+            f"{found!r} took the place of F.scaled_dot_product_attention inside route() and is left there; "
+            "what it calls of sdpa_router passes through",
+            stacklevel=4,
+        )
+
+
+def as_if_absent(attention: run.Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Call `attention` while it stands where the router stands.
+
+    A tensor subclass or a TorchFunctionMode may ask whether it is being called for F.scaled_dot_product_attention, as
+    torch's CausalBias does. Calls that other threads make meanwhile are not routed.
+    """
+    with _lock:
+        found, F.scaled_dot_product_attention = F.scaled_dot_product_attention, attention
+    try:
+        return attention(*args, **kwargs)
+    finally:
+        with _lock:
+            still_there = _users > 0 or found not in _patches
+            if still_there and F.scaled_dot_product_attention is attention:
+                F.scaled_dot_product_attention = found
+
+
+def _patch_for(found: run.Attention) -> run.Attention:
+    """Return `found` if it is ours, else our patch over it: always the same one, as graphs are guarded by it."""
+    for patch in _patches:
+        if found is patch or found is patch.__wrapped__:  # type: ignore[attr-defined]
+            return patch
+    _patches.append(_patch_over(found))
+    return _patches[-1]
+
+
+def _patch_over(previous: run.Attention) -> run.Attention:
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        name = getattr(active, "name", OFF)
+        if name is OFF or _top is not scaled_dot_product_attention or len(args) > _POSITIONAL:
+            usual = _compiling() or _are_plain(args, kwargs)
+        else:
+            try:
+                answer = dispatch(name, previous, *args, **kwargs)
+            except TypeError as error:
+                if not _is_of_the_call_itself(error):
+                    raise
+                answer = Turn.TORCH  # the arguments don't fit the signature: let torch say so
+            if not isinstance(answer, Turn):
+                return answer
+            usual = answer is Turn.TORCH
+        if usual and (_compiling() or not _modes() or _only_set_device()):
+            return previous(*args, **kwargs)
+        return as_if_absent(previous, args, kwargs)
+
+    patch: Any = scaled_dot_product_attention
+    patch.__wrapped__ = previous
+    patch.__doc__ = previous.__doc__
+    patch.__qualname__ = patch.__name__
+    patch.__signature__ = inspect.signature(functools.partial(dispatch, OFF, previous))
+    return cast(run.Attention, patch)
+
+
+def _are_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether no argument may ask for which function it is called; the first test is the cheap one of torch in C++."""
+    if not (_overridden(args) or (kwargs and _overridden(tuple(kwargs.values())))):
+        return True
+    return _PLAIN.issuperset(map(type, (*args, *kwargs.values())))
+
+
+def _only_set_device() -> bool:
+    """Whether every TorchFunctionMode is torch.device() as a context: others may answer in torch's place."""
+    return all(type(torch._C._get_function_stack_at(level)) is DeviceContext for level in range(_modes()))
+
+
+def _is_of_the_call_itself(error: TypeError) -> bool:
+    """Whether the frame that caught `error` is the one that raised it: the call had the wrong arguments."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is None
+
+
+def _judge_anew_if_environment_changed() -> None:
+    global _environment
+    environment = (os.environ.get("SDPA_ROUTER"), os.environ.get("TRITON_INTERPRET"))
+    if environment != _environment:
+        _environment = environment
+        judge_anew()

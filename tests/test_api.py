@@ -1,0 +1,302 @@
+"""The public calls: int8 answers, buffers, and everything that must be exactly torch's."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+import sdpa_router
+from sdpa_router import UnsupportedError, explain, int8_attention, is_available, route, stats
+from sdpa_router.testing import lse_error, relative_error, sdpa_oracle
+
+BUDGET = 0.03  # int8 rounding where few keys are averaged
+X = torch.randn(1, 2, 8, 16)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    sdpa_router.reset_stats()
+
+
+def inputs(device, heads=2, kv_heads=2, q_len=70, kv_len=100, head_dim=32, dtype=torch.float16):
+    sizes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    return [torch.randn(2, *size, head_dim, device=device).to(dtype) for size in sizes]
+
+
+CALLS = {
+    "plain": lambda q, k, v: {},
+    "scale": lambda q, k, v: {"scale": 0.5},
+    "negative scale": lambda q, k, v: {"scale": -0.2},
+    "zero scale": lambda q, k, v: {"scale": 0},
+    "causal": lambda q, k, v: {"is_causal": True},
+    "bool mask": lambda q, k, v: {"attn_mask": torch.rand(2, 1, 1, 100, device=q.device) > 0.3},
+    "float32 bias": lambda q, k, v: {"attn_mask": torch.randn(1, 2, 1, 100, device=q.device)},
+    "bias": lambda q, k, v: {"attn_mask": torch.randn(1, 100, device=q.device).half()},
+    "one bias for all keys": lambda q, k, v: {"attn_mask": torch.randn(2, 2, 1, 1, device=q.device)},
+    "expanded bias": lambda q, k, v: {"attn_mask": torch.randn(2, 1, 1, 100, device=q.device).expand(2, 2, 70, 100)},
+    "three axes": lambda q, k, v: {"attn_mask": torch.randn(2, 1, 100, device=q.device)},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_routed_answers_are_sdpas(device, name):
+    q, k, v = inputs(device)
+    arguments = CALLS[name](q, k, v)
+    with route(min_kv=1, on_unsupported="raise"):
+        routed = F.scaled_dot_product_attention(q, k, v, **arguments)
+        called = sdpa_router.scaled_dot_product_attention(q, k, v, **arguments)
+    direct, lse = int8_attention(q, k, v, return_lse=True, **arguments)
+    expected, expected_lse = sdpa_oracle(q, k, v, **arguments)
+    assert relative_error(routed, expected) < BUDGET
+    assert lse_error(lse, expected_lse) < 0.02
+    assert torch.equal(routed, called)
+    assert torch.equal(routed, direct)
+    assert routed.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    assert lse.shape == q.shape[:3]
+    assert stats()["routes"] == {"int8": 2, "sdpa": 0}
+
+
+def test_grouped_heads(device):
+    q, k, v = inputs(device, heads=4)
+    out = int8_attention(q, k, v, enable_gqa=True)
+    assert relative_error(out, sdpa_oracle(q, k, v, enable_gqa=True)[0]) < BUDGET
+
+
+def test_positional_arguments_mean_what_they_mean_in_sdpa(device):
+    q, k, v = inputs(device, q_len=100)
+    mask = torch.rand(1, 1, 1, 100, device=q.device) > 0.5
+    with route(min_kv=1, on_unsupported="raise"):
+        masked = F.scaled_dot_product_attention(q, k, v, mask, 0.0, False)
+        causal = F.scaled_dot_product_attention(q, k, v, None, 0.0, True)
+    assert relative_error(masked, sdpa_oracle(q, k, v, mask)[0]) < BUDGET
+    assert relative_error(causal, sdpa_oracle(q, k, v, is_causal=True)[0]) < BUDGET
+
+
+def test_permuted_queries_get_the_strides_that_torch_gives(device):
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(device))
+    with route(min_kv=1, on_unsupported="raise"):
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_the_signature_is_sdpas():
+    expected = "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False)"
+    for function in (sdpa_router.scaled_dot_product_attention, explain):
+        bare = [
+            parameter.replace(annotation=inspect.Parameter.empty)
+            for parameter in inspect.signature(function).parameters.values()
+        ]
+        assert str(inspect.Signature(bare)) == expected
+
+
+# int8_attention
+
+
+def test_buffers_are_filled_and_returned(device):
+    q, k, v = inputs(device)
+    expected, expected_lse = int8_attention(q, k, v, return_lse=True)
+    out = torch.empty(2, 70, 2, 32, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(2, 2, 70, device=q.device)
+    found, found_lse = int8_attention(q, k, v, return_lse=True, out=out, lse=lse)
+    assert found is out
+    assert found_lse is lse
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert int8_attention(q, k, v, out=out) is out
+    found, found_lse = int8_attention(q, k, v, return_lse=True, out=out)
+    assert found is out
+    assert torch.equal(found_lse, expected_lse)
+    lse.zero_()
+    assert torch.equal(int8_attention(q, k, v, lse=lse), expected)
+    assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("out", lambda q: torch.empty_like(q[:, :, 1:])),
+        ("out", lambda q: torch.empty_like(q, dtype=torch.float32)),
+        ("out", lambda q: torch.empty_like(q, device="meta")),
+        ("out", lambda q: torch.empty_like(q.transpose(2, 3).contiguous()).transpose(2, 3)),
+        ("out", lambda q: torch.empty_like(q[:, :1]).expand(q.shape)),
+        ("lse", lambda q: torch.empty(q.shape[:3], dtype=torch.float16, device=q.device)),
+        ("lse", lambda q: torch.empty(2, 70, device=q.device)),
+    ],
+)
+def test_buffers_that_do_not_fit_are_refused(device, name, make):
+    q, k, v = inputs(device)
+    with pytest.raises(ValueError, match=f"{name} is .*; accepted: "):
+        int8_attention(q, k, v, return_lse=True, **{name: make(q)})
+
+
+def test_int8_attention_raises_with_every_reason_before_anything_runs(device):
+    q, k, v = inputs(device, head_dim=300, dtype=torch.float32)
+    q.requires_grad_()
+    with pytest.raises(UnsupportedError) as caught:
+        int8_attention(q, k, v, torch.zeros(70, 100, device=q.device), pv="fp8", is_causal=True)
+    found = [reason.code for reason in caught.value.decision.reasons]
+    assert found == ["pv", "causal_with_mask", "requires_grad", "dtype", "head_dim", "full_mask"]
+    assert all(code in str(caught.value) for code in found)
+
+
+@pytest.mark.parametrize("query", [None, [1.0], 3])
+def test_int8_attention_refuses_what_is_no_tensor(query):
+    with pytest.raises(UnsupportedError, match="tensor_subclass"):
+        int8_attention(query, X, X)
+
+
+def test_int8_attention_knows_no_crossover_and_no_kill_switch(device, monkeypatch):
+    monkeypatch.setenv("SDPA_ROUTER", "0")
+    q, k, v = inputs(device, q_len=3, kv_len=3)
+    assert int8_attention(q, k, v).shape == q.shape
+
+
+def test_is_available(device, monkeypatch):
+    assert is_available()
+    assert is_available(device)
+    assert is_available(str(device))
+    assert not is_available("meta")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert not is_available("cpu")
+
+
+def test_explain_uses_the_settings_in_force(device):
+    q, k, v = inputs(device)
+    with route(min_kv=101):
+        assert [reason.code for reason in explain(q, k, v).reasons] == ["short"]
+    with route(min_kv=100):
+        assert explain(q, k, v).routed
+    assert stats()["calls"] == 0
+
+
+# What goes to torch is torch's, bit for bit
+
+EXACT = {
+    "float32": lambda q: F.scaled_dot_product_attention(q, q, q),
+    "full mask": lambda q: F.scaled_dot_product_attention(q, q, q, torch.ones(8, 8).tril().bool()),
+    "causal": lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.3),
+    "three axes": lambda q: F.scaled_dot_product_attention(q[0], q[0], q[0]),
+    "two axes": lambda q: F.scaled_dot_product_attention(q[0, 0], q[0, 0], q[0, 0]),
+    "broadcast heads": lambda q: F.scaled_dot_product_attention(q, q[:, :1], q[:, :1]),
+    "value head_dim": lambda q: F.scaled_dot_product_attention(q, q, q[..., :4]),
+    "empty batch": lambda q: F.scaled_dot_product_attention(q[:0], q[:0], q[:0]),
+    "no keys": lambda q: F.scaled_dot_product_attention(q, q[:, :, :0], q[:, :, :0]),
+    "no queries": lambda q: F.scaled_dot_product_attention(q[:, :, :0], q, q),
+    "scale tensor": lambda q: F.scaled_dot_product_attention(q, q, q, scale=torch.tensor(0.5)),
+    "autocast": lambda q: _in(torch.autocast("cpu", torch.bfloat16), lambda: F.scaled_dot_product_attention(q, q, q)),
+    "keywords": lambda q: F.scaled_dot_product_attention(query=q, key=q, value=q, attn_mask=None),
+    "causal bias": lambda q: F.scaled_dot_product_attention(q, q, q, causal_lower_right(8, 8)),
+    "last stride": lambda q: F.scaled_dot_product_attention(*[q.transpose(2, 3)] * 3),
+    "vmap": lambda q: torch.vmap(F.scaled_dot_product_attention)(q[None], q[None], q[None]),
+    "grad": lambda q: torch.func.grad(lambda x: F.scaled_dot_product_attention(x, q, q).sum())(q),
+    "jvp": lambda q: _math(lambda: torch.func.jvp(lambda x: F.scaled_dot_product_attention(x, q, q), (q,), (q,))[1]),
+    "forward AD": lambda q: _math(lambda: _tangent(q)),
+    "nested": lambda q: F.scaled_dot_product_attention(*[_jagged(q)] * 3).values(),
+    "meta": lambda q: F.scaled_dot_product_attention(*[q.to("meta")] * 3).shape,
+}
+
+
+def _in(context, function):
+    with context:
+        return function()
+
+
+def _math(function):
+    return _in(sdpa_kernel(SDPBackend.MATH), function)
+
+
+def _tangent(q):
+    with torch.autograd.forward_ad.dual_level():
+        out = F.scaled_dot_product_attention(torch.autograd.forward_ad.make_dual(q, q), q, q)
+        return torch.autograd.forward_ad.unpack_dual(out).tangent
+
+
+def _jagged(q):
+    rows = [q[0].transpose(0, 1), q[0, :, :5].transpose(0, 1)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_fallbacks_are_torchs_answers(name):
+    expected = EXACT[name](X)
+    with route(log=False):
+        for _ in range(2):
+            found = EXACT[name](X)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True) if torch.is_tensor(
+                found
+            ) else None
+            assert torch.is_tensor(found) or found == expected
+    assert stats()["routes"]["int8"] == 0
+    assert stats()["routes"]["sdpa"] >= 2
+
+
+def test_gradients_are_torchs(device):
+    q, k, v = (x.requires_grad_() for x in inputs(device))
+    bias = torch.randn(1, 1, 1, 100, device=device, dtype=q.dtype, requires_grad=True)
+    with route(min_kv=1):
+        F.scaled_dot_product_attention(q, k, v, bias).sum().backward()
+    found = [x.grad.clone() for x in (q, k, v, bias)]
+    for x in (q, k, v, bias):
+        x.grad = None
+    F.scaled_dot_product_attention(q, k, v, bias).sum().backward()
+    for x, grad in zip((q, k, v, bias), found, strict=True):
+        assert torch.equal(x.grad, grad)
+    with torch.no_grad(), route(min_kv=1, on_unsupported="raise"):
+        assert not F.scaled_dot_product_attention(q, k, v, bias).requires_grad
+
+
+def test_a_trainable_bias_alone_keeps_the_call_with_torch(device):
+    q, k, v = inputs(device)
+    bias = torch.zeros(1, 1, 1, 100, device=device, requires_grad=True)
+    with route(min_kv=1):
+        out = F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype))
+    assert out.requires_grad
+    assert stats()["reasons"] == {"requires_grad": 1}
+
+
+def test_inference_mode(device):
+    q, k, v = (x.requires_grad_() for x in inputs(device))
+    with torch.inference_mode(), route(min_kv=1, on_unsupported="raise"):
+        assert F.scaled_dot_product_attention(q, k, v).is_inference()
+
+
+@pytest.mark.gpu
+def test_a_float32_mask_reaches_torch_in_the_querys_dtype():
+    q, k, v = inputs(torch.device("cuda"), dtype=torch.bfloat16)
+    bias = torch.randn(1, 1, 70, 100, device="cuda")
+    bias[..., 3], bias[..., 4] = -torch.inf, torch.finfo(torch.float32).min
+    with route(min_kv=1):
+        found = F.scaled_dot_product_attention(q, k, v, bias)
+    assert stats()["signatures"][0]["notes"] == ["mask_cast"]
+    assert relative_error(found, sdpa_oracle(q, k, v, bias)[0]) < BUDGET
+
+
+def test_the_cast_mask_keeps_what_masks_and_what_is_expanded():
+    values = torch.tensor([0.0, 1.5, -torch.inf, torch.finfo(torch.float32).min, 1e9, torch.nan])
+    mask = values.expand(2, 3, 4, 6)
+    cast = sdpa_router.run._cast_mask(mask, torch.float16)
+    limit = torch.finfo(torch.float16).max
+    expected = torch.tensor([0.0, 1.5, -torch.inf, -limit, limit, torch.nan], dtype=torch.float16)
+    torch.testing.assert_close(cast[1, 2, 3], expected, equal_nan=True)
+    assert cast.shape == mask.shape
+    assert cast.stride()[:3] == (0, 0, 0)
+    assert cast.untyped_storage().nbytes() == 12
+
+
+def test_importing_is_light():
+    script = "import sys, sdpa_router; print(*(set(sys.modules) & {'triton', 'rich', 'torch._dynamo'}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_public_names():
+    for name in sdpa_router.__all__:
+        assert getattr(sdpa_router, name).__doc__

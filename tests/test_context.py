@@ -1,0 +1,459 @@
+"""route() and enable(): who is routed, and what is left behind."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import sdpa_router
+from sdpa_router import UnsupportedError, disable, enable, route, stats
+
+X = torch.randn(1, 2, 8, 16)
+
+
+@pytest.fixture(autouse=True)
+def native():
+    """Torch's own function, which every test must leave in place."""
+    before = F.scaled_dot_product_attention
+    sdpa_router.reset_stats()
+    yield before
+    assert F.scaled_dot_product_attention is before
+
+
+def attend(x=X):
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, *, times=1):
+        """Attend."""
+        return attend(x) * self.scale.detach() * times
+
+
+def calls():
+    return stats()["calls"]
+
+
+def test_only_calls_inside_are_routed(native):
+    expected = attend()
+    with route():
+        assert F.scaled_dot_product_attention is not native
+        assert torch.equal(attend(), expected)
+    attend()
+    assert calls() == 1
+
+
+def test_an_exception_restores(native):
+    with pytest.raises(KeyError), route():
+        raise KeyError
+    assert F.scaled_dot_product_attention is native
+    attend()
+    assert calls() == 0
+
+
+def test_the_replacement_looks_like_sdpa():
+    with route():
+        signature = inspect.signature(F.scaled_dot_product_attention)
+        assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
+    assert list(signature.parameters) == [
+        *("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    ]
+
+
+def test_nested_contexts_take_the_inner_settings_and_give_back_the_outer():
+    with route(log=False):
+        with route(on_unsupported="raise"):
+            with pytest.raises(UnsupportedError):
+                attend()
+            with route():
+                attend()
+        attend()
+    assert calls() == 3
+
+
+def test_one_context_can_be_entered_again_and_again(native):
+    context = route()
+    with context, context:
+        with context:
+            attend()
+        attend()
+    with context:
+        attend()
+    assert F.scaled_dot_product_attention is native
+    assert calls() == 3
+
+
+def test_one_context_in_many_threads():
+    context, barrier, seen = route(), threading.Barrier(4), []
+
+    def work(routed):
+        barrier.wait()
+        for _ in range(50):
+            if routed:
+                with context:
+                    attend()
+            else:
+                attend()
+        seen.append(sdpa_router.settings.active_name())
+
+    threads = [threading.Thread(target=work, args=(index % 2 == 0,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls() == 100
+    assert seen == ["off"] * 4
+
+
+def test_other_threads_are_not_routed(native):
+    inside, done, found = threading.Event(), threading.Event(), []
+
+    def work():
+        with route():
+            inside.set()
+            done.wait()
+            found.append(F.scaled_dot_product_attention)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait()
+    attend()
+    with route():
+        attend()
+    attend()
+    assert F.scaled_dot_product_attention is not native, "the other thread still needs it"
+    done.set()
+    thread.join()
+    assert calls() == 1
+    assert found[0] is not native
+
+
+def test_as_a_decorator():
+    @route(on_unsupported="raise")
+    def require(x):
+        """Docstring."""
+        return attend(x)
+
+    with pytest.raises(UnsupportedError):
+        require(X)
+    assert require.__doc__ == "Docstring."
+    attend()
+    assert calls() == 1
+
+
+def test_a_decorator_refuses_what_it_can_not_surround():
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    for function in (generator, coroutine):
+        with pytest.raises(TypeError, match="plain functions"):
+            route()(function)
+
+
+def test_a_generator_that_is_closed_early_restores(native):
+    def generator():
+        with route():
+            yield attend()
+
+    steps = generator()
+    next(steps)
+    steps.close()
+    assert F.scaled_dot_product_attention is native
+    assert calls() == 1
+
+
+@pytest.mark.parametrize("enter", [route, functools.partial(enable, nn.Identity())])
+def test_settings_are_checked(enter):
+    with pytest.raises(ValueError, match="on_unsupported is 'x'; accepted: fallback, warn, raise"):
+        enter(on_unsupported="x")
+    with pytest.raises(TypeError):
+        enter(unknown=1)
+
+
+def test_early_bound_references_are_beyond_reach(native):
+    with route():
+        native(X, X, X)
+        inside = F.scaled_dot_product_attention
+    inside(X, X, X)
+    assert calls() == 0
+
+
+# Somebody else's patches
+
+
+def foreign(previous):
+    def patched(*args, **kwargs):
+        patched.calls += 1
+        return previous(*args, **kwargs)
+
+    patched.calls = 0
+    return patched
+
+
+def test_a_patch_that_was_there_before_answers_and_survives(monkeypatch):
+    theirs = foreign(F.scaled_dot_product_attention)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", theirs)
+    with route():
+        attend()
+        sdpa_router.scaled_dot_product_attention(X, X, X)
+    assert F.scaled_dot_product_attention is theirs
+    assert (theirs.calls, calls()) == (2, 2)
+    monkeypatch.undo()
+
+
+def test_a_patch_made_meanwhile_is_left_alone_with_one_warning(native):
+    context = route()
+    context.__enter__()
+    F.scaled_dot_product_attention = theirs = foreign(F.scaled_dot_product_attention)
+    attend()
+    assert (theirs.calls, calls()) == (1, 1)
+    with pytest.warns(UserWarning, match="left there"):
+        context.__exit__(None, None, None)
+    assert F.scaled_dot_product_attention is theirs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend()
+        with route():  # over theirs, which still calls our first replacement: counted once
+            attend()
+    assert (theirs.calls, calls()) == (3, 2)
+    assert F.scaled_dot_product_attention is theirs
+    F.scaled_dot_product_attention = native
+
+
+def test_a_patch_made_and_undone_between_contexts_counts_each_call_once(native):
+    with route():
+        theirs = foreign(F.scaled_dot_product_attention)
+        F.scaled_dot_product_attention = theirs
+        with route():
+            attend()
+            sdpa_router.scaled_dot_product_attention(X, X, X)
+        attend()
+        assert (theirs.calls, calls()) == (3, 3)
+        F.scaled_dot_product_attention = native
+        with route():
+            attend()
+        attend()
+    assert (theirs.calls, calls()) == (3, 5)
+    assert F.scaled_dot_product_attention is native
+
+
+def test_a_replacement_that_somebody_put_back_is_adopted(native):
+    with route():
+        ours = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = ours
+    attend()
+    with route():
+        assert F.scaled_dot_product_attention is ours
+        attend()
+    assert F.scaled_dot_product_attention is native
+    assert calls() == 1
+
+
+class Late(torch.Tensor):
+    """Asks, as torch's CausalBias does, whether it is being called for SDPA."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return "asked"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_subclasses_recognise_the_call_routed_or_passed_through():
+    late = X.as_subclass(Late)
+    with route():
+        assert F.scaled_dot_product_attention(late, X, X) == "asked"
+        assert F.scaled_dot_product_attention(X, X, X, attn_mask=late) == "asked"
+        assert sdpa_router.scaled_dot_product_attention(X, X, X, attn_mask=late) == "asked"
+        with PassingThrough():
+            assert F.scaled_dot_product_attention(X, X, X, attn_mask=late) == "asked"
+    assert calls() == 3
+
+
+def test_modes_recognise_the_call_routed_or_passed_through():
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is F.scaled_dot_product_attention:
+                return "asked"
+            return func(*args, **(kwargs or {}))
+
+    with route():
+        with Mode():
+            assert attend() == "asked"
+            with PassingThrough():
+                assert attend() == "asked"
+        with torch.device("cpu"):
+            assert torch.is_tensor(attend())
+    assert calls() == 2
+
+
+class PassingThrough:
+    """What another thread sees while this one is inside route()."""
+
+    def __enter__(self):
+        self.name = sdpa_router.settings.active_name()
+        sdpa_router.settings.activate(sdpa_router.settings.OFF)
+
+    def __exit__(self, *error):
+        sdpa_router.settings.activate(self.name)
+
+
+# Modules
+
+
+def test_enable_routes_one_module_and_no_other(native):
+    one, other = Attention(), Attention()
+    enable(one)
+    assert torch.equal(one(X), other(X))
+    assert calls() == 1
+    assert F.scaled_dot_product_attention is native
+    disable(one)
+    one(X)
+    assert calls() == 1
+
+
+def test_nothing_leaks_after_an_exception(native):
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise KeyError
+
+    broken = Broken()
+    enable(broken)
+    with pytest.raises(KeyError):
+        broken(X)
+    assert F.scaled_dot_product_attention is native
+    Attention()(X)
+    assert calls() == 0
+
+
+def test_disable_restores_exactly():
+    module = Attention()
+    before = dict(module.__dict__)
+    enable(module)
+    disable(module)
+    assert module.__dict__ == before
+    module.forward = own = functools.partial(Attention.forward, module)
+    enable(module)
+    module(X)
+    disable(module)
+    assert module.forward is own
+    disable(module)
+    assert module.forward is own
+    assert calls() == 1
+
+
+def test_enabling_again_replaces_the_settings():
+    module = Attention()
+    enable(module, on_unsupported="raise")
+    enable(module)
+    module(X)
+    enable(module, on_unsupported="raise")
+    with pytest.raises(UnsupportedError):
+        module(X)
+    disable(module)
+    module(X)
+    assert calls() == 2
+
+
+def test_the_forward_looks_the_same():
+    module = Attention()
+    signature = inspect.signature(module.forward)
+    enable(module)
+    assert inspect.signature(module.forward) == signature
+    assert module.forward.__doc__ == "Attend."
+    assert torch.equal(module(X, times=2), attend() * 2)
+    assert list(module.state_dict()) == ["scale"]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_runs_its_own_weights_and_is_disabled_by_itself(duplicate):
+    module = Attention()
+    enable(module, min_kv=3)
+    twin = duplicate(module)
+    with torch.no_grad():
+        twin.scale.fill_(2)
+    assert torch.equal(twin(X), module(X) * 2)
+    assert calls() == 2
+    disable(twin)
+    twin(X)
+    module(X)
+    assert calls() == 3
+
+
+def test_a_wrapper_put_over_an_enabled_forward_stays():
+    module = Attention()
+    enable(module)
+    ours = module.forward
+    module.forward = theirs = lambda x: ours(x)
+    module(X)
+    disable(module)
+    assert module.forward is theirs
+    module(X)
+    assert calls() == 1
+    enable(module)
+    module(X)
+    assert calls() == 2
+
+
+def test_an_inner_module_may_have_settings_of_its_own():
+    outer = nn.Sequential(Attention(), Attention())
+    enable(outer)
+    enable(outer[1], on_unsupported="raise")
+    with pytest.raises(UnsupportedError):
+        outer(X)
+    assert calls() == 2
+    attend()
+    assert calls() == 2
+
+
+def test_train_mode_multihead_attention_is_reached():
+    module = nn.MultiheadAttention(16, 2, batch_first=True)
+    enable(module)
+    module(X[0], X[0], X[0], need_weights=False)
+    assert calls() == 1
+    assert stats()["reasons"]["requires_grad"] == 1
+
+
+@pytest.mark.parametrize("thing", [None, "model", Attention])
+def test_enable_takes_modules(thing):
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        enable(thing)
+
+
+@pytest.mark.parametrize("enter", ["route", "enable"])
+def test_the_kill_switch_is_read_on_entering(monkeypatch, enter):
+    module = Attention()
+    enable(module)
+
+    def run():
+        if enter == "route":
+            with route():
+                attend()
+        else:
+            module(X)
+
+    run()
+    monkeypatch.setenv("SDPA_ROUTER", "0")
+    run()
+    assert stats()["reasons"]["disabled"] == 1
+    monkeypatch.delenv("SDPA_ROUTER")
+    run()
+    assert stats()["reasons"]["disabled"] == 1
+    assert calls() == 3
