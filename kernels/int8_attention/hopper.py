@@ -29,8 +29,8 @@ from .quantize import Quantized, row_strides
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # exp2 of +-60 summed over 2^17 keys leaves a float32 room for values up to 2^50; float16 P ends at 2^16 and 2^-14.
 BOUND = {torch.bfloat16: 60.0, torch.float16: 12.0}
-SETTINGS = {"EMULATED": False, "TURN": 0, "WGS": 2, "Q_REG": False}
 _SCALES = 32  # floats that one TMA load of key scales brings (its unit is 128 bytes); the first 4 are the tile's
+_ROWS = 64  # query rows of a warpgroup; a program has two of them
 
 
 @gluon.constexpr_function
@@ -61,10 +61,9 @@ def _producer(
     BIAS_BYTES: gl.constexpr = BN * 4 if HAS_BIAS else 0
     K_BYTES: gl.constexpr = k_desc.block_type.nbytes + 128 + BIAS_BYTES
     V_BYTES: gl.constexpr = v_desc.block_type.nbytes
-    WGS: gl.constexpr = q_s.type.shape[0]
-    for wg in gl.static_range(WGS):
+    for wg in gl.static_range(2):
         mbarrier.expect(q_full.index(wg), q_desc.block_type.nbytes)
-        _load(q_desc, [head, (block * WGS + wg) * BM, 0], q_full.index(wg), q_s.index(wg))
+        _load(q_desc, [head, (block * 2 + wg) * BM, 0], q_full.index(wg), q_s.index(wg))
     tile = _tile_of(0, tiles, LIVE, HAS_BIAS)
     previous = 0  # a value of its own: Triton carries no name round a loop that enters it as another name's alias
     slot = 0
@@ -100,44 +99,10 @@ def _scores(q, k, S: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.con
 
 
 @gluon.jit
-def _exp2(x, EMULATED: gl.constexpr):
-    """exp2 of finite x, one in eight by a cubic (error 7e-5): the special function unit is what binds at head_dim 64."""
-    if EMULATED:
-        y = gl.inline_asm_elementwise(
-            """{
-            .reg .f32 n, f, p;
-            .reg .b32 i, j;
-            ex2.approx.ftz.f32 $0, $8;
-            ex2.approx.ftz.f32 $1, $9;
-            ex2.approx.ftz.f32 $2, $10;
-            ex2.approx.ftz.f32 $3, $11;
-            ex2.approx.ftz.f32 $4, $12;
-            ex2.approx.ftz.f32 $5, $13;
-            ex2.approx.ftz.f32 $6, $14;
-            add.rn.f32 n, $15, 0f4B400000;
-            sub.rn.f32 f, n, 0f4B400000;
-            sub.rn.f32 f, $15, f;
-            fma.rn.f32 p, f, 0f3D61FBA9, 0f3E786F0D;
-            fma.rn.f32 p, p, f, 0f3F31798D;
-            fma.rn.f32 p, p, f, 0f3F7FFB49;
-            mov.b32 i, n;
-            shl.b32 i, i, 23;
-            mov.b32 j, p;
-            add.s32 i, i, j;
-            mov.b32 $7, i;
-            }""",
-            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=8,
-        )  # fmt: skip
-    else:
-        y = gl.exp2(x)
-    return y
-
-
-@gluon.jit
 def _softmax(
     s, q_scale, k_scale, bias, rows, col, N, total, top,
     S: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, HAS_BIAS: gl.constexpr, MASKED: gl.constexpr,
-    CAUSAL: gl.constexpr, ONLINE: gl.constexpr, EMULATED: gl.constexpr,
+    CAUSAL: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
     """One tile of the softmax in log2 units: weights [BM, BN], row sums by thread [BM, 4], row maximum, decay.
 
@@ -150,8 +115,7 @@ def _softmax(
     scale = gl.expand_dims(gl.convert_layout(q_scale, gl.SliceLayout(1, G)), 1) * gl.expand_dims(
         k_scale.slice(0, 4).load(gl.SliceLayout(0, G)), 0
     )
-    scale4 = gl.convert_layout(gl.expand_dims(gl.expand_dims(scale, 1), 3), E)
-    x = s4.to(gl.float32) * scale4
+    x = s4.to(gl.float32) * gl.convert_layout(gl.expand_dims(gl.expand_dims(scale, 1), 3), E)
     if HAS_BIAS:
         x += gl.convert_layout(gl.expand_dims(bias.load(COL), 0).reshape([1, BN // 8, 4, 2]), E)
     if MASKED:
@@ -159,7 +123,8 @@ def _softmax(
         keep = n < N
         if CAUSAL:
             keep = keep & (n <= gl.expand_dims(rows, 1))
-        x = gl.convert_layout(gl.where(keep, gl.convert_layout(x.reshape([BM, BN]), S), float("-inf")).reshape([BM, BN // 8, 4, 2]), E)
+        kept = gl.where(keep, gl.convert_layout(x.reshape([BM, BN]), S), float("-inf"))
+        x = gl.convert_layout(kept.reshape([BM, BN // 8, 4, 2]), E)
     decay = top
     if ONLINE:
         if HAS_BIAS or MASKED:
@@ -173,49 +138,44 @@ def _softmax(
         top2 = gl.expand_dims(gl.convert_layout(top, gl.SliceLayout(1, G)), 1)
         x -= gl.convert_layout(gl.expand_dims(gl.expand_dims(top2, 1), 3), E)
         total *= gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, G)), 1)
-    p = _exp2(x, EMULATED and not (HAS_BIAS or MASKED or ONLINE))
+    p = gl.exp2(x)
     total += gl.sum(gl.sum(p, 3), 1)
     return gl.convert_layout(p.reshape([BM, BN]), S), total, top, decay
 
 
 @gluon.jit
 def _step(
-    j, slot, phase, acc, weights, total, top, q, q_scale, rows, SPILL, M, N, tiles, masked, k_s, v_s, scale_s, bias_s, full, empty, turn,
-    GROUP: gl.constexpr, S: gl.constexpr, G: gl.constexpr, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    HAS_BIAS: gl.constexpr, CAUSAL: gl.constexpr, ONLINE: gl.constexpr, EMULATED: gl.constexpr, TURN: gl.constexpr,
-    WGS: gl.constexpr,
+    j, slot, phase, acc, weights, total, top, q, q_scale, rows, SINK, M, N, tiles, masked,
+    k_s, v_s, scale_s, bias_s, full, empty,
+    S: gl.constexpr, G: gl.constexpr, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    HAS_BIAS: gl.constexpr, CAUSAL: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile j, then P @ V of tile j - 1 with the softmax of tile j under it."""
     mbarrier.wait(full.index(slot), phase)
-    if TURN > 0:
-        mbarrier.wait(turn.index(GROUP), (j - 1) & 1)
     s = _scores(q, k_s.index(slot), S, BM, BN, D)
     acc = warpgroup_mma(weights, v_s.index(slot).reshape([BN, D]), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    if TURN == 1:
-        mbarrier.arrive(turn.index(1 - GROUP), count=1)
     col = (tiles - 1 - j) * BN
-    if CAUSAL and WGS * BM != BN:
+    # Where BN is a program's 2 * BM rows, the diagonal crosses the first tile only; _attend has done that one.
+    if CAUSAL and 2 * BM != BN:
         if j < masked:
             p, total, top, decay = _softmax(
                 s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, total, top,
-                S, G, BM, BN, HAS_BIAS, True, CAUSAL, ONLINE, EMULATED,
+                S, G, BM, BN, HAS_BIAS, True, CAUSAL, ONLINE,
             )  # fmt: skip
         else:
             p, total, top, decay = _softmax(
                 s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, total, top,
-                S, G, BM, BN, HAS_BIAS, False, CAUSAL, ONLINE, EMULATED,
+                S, G, BM, BN, HAS_BIAS, False, CAUSAL, ONLINE,
             )  # fmt: skip
     else:
         p, total, top, decay = _softmax(
             s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, total, top,
-            S, G, BM, BN, HAS_BIAS, False, CAUSAL, ONLINE, EMULATED,
+            S, G, BM, BN, HAS_BIAS, False, CAUSAL, ONLINE,
         )  # fmt: skip
     if M < 0:
         # Never taken, but ptxas can't know: it would hoist the wait for P @ V above the exponentials.
-        gl.store(SPILL + gl.arange(0, BM, layout=gl.SliceLayout(1, G)), gl.max(total, 1))
-    if TURN == 2:
-        mbarrier.arrive(turn.index(1 - GROUP), count=1)
+        gl.store(SINK + gl.arange(0, BM, layout=gl.SliceLayout(1, G)), gl.max(total, 1))
     # The weights pass through the wait, so that their packing can't overwrite the operand of the product in flight.
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     mbarrier.arrive(empty.index(slot), count=1)
@@ -226,23 +186,23 @@ def _step(
 
 @gluon.jit
 def _attend(
-    q, q_scale, rows, SPILL, M, N, tiles, masked, k_s, v_s, scale_s, bias_s, full, empty, turn,
-    GROUP: gl.constexpr, S: gl.constexpr, O: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    HAS_BIAS: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, ONLINE: gl.constexpr, EMULATED: gl.constexpr, TURN: gl.constexpr,
-    WGS: gl.constexpr,
+    q, q_scale, rows, SINK, M, N, tiles, masked, k_s, v_s, scale_s, bias_s, full, empty,
+    S: gl.constexpr, ACC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    HAS_BIAS: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
     """Walk the ring: P @ V [BM, D] before division, row sums [BM] and row maxima [BM] of one warpgroup."""
     STAGES: gl.constexpr = k_s.type.shape[0]
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
-    G: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, gl.zeros([BM, BN], gl.float32, layout=S).reshape([BM, BN // 8, 4, 2]).type.layout))
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    by_thread = gl.zeros([BM, BN], gl.float32, layout=S).reshape([BM, BN // 8, 4, 2])
+    G: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread.type.layout))
     top = gl.full([BM], -1.0e30 if ONLINE else 0.0, gl.float32, layout=gl.SliceLayout(1, S))
     total = gl.zeros([BM, 4], gl.float32, layout=G)
-    acc = gl.zeros([BM, D], gl.float32, layout=O)
+    acc = gl.zeros([BM, D], gl.float32, layout=ACC)
     mbarrier.wait(full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(0), S, BM, BN, D)])
-    p, total, top, decay = _softmax(
+    p, total, top, _decay = _softmax(
         s, q_scale, scale_s.index(0), bias_s.index(0), rows, (tiles - 1) * BN, N, total, top,
-        S, G, BM, BN, HAS_BIAS, CAUSAL or TAIL, CAUSAL, ONLINE, EMULATED,
+        S, G, BM, BN, HAS_BIAS, CAUSAL or TAIL, CAUSAL, ONLINE,
     )  # fmt: skip
     mbarrier.arrive(empty.index(0), count=1)
     weights = gl.convert_layout(p.to(v_s.dtype), P)
@@ -250,8 +210,8 @@ def _attend(
     phase = 0
     for j in range(1, tiles):
         acc, weights, total, top = _step(
-            j, slot, phase, acc, weights, total, top, q, q_scale, rows, SPILL, M, N, tiles, masked, k_s, v_s, scale_s, bias_s, full, empty, turn,
-            GROUP, S, G, P, BM, BN, D, HAS_BIAS, CAUSAL, ONLINE, EMULATED, TURN, WGS,
+            j, slot, phase, acc, weights, total, top, q, q_scale, rows, SINK, M, N, tiles, masked,
+            k_s, v_s, scale_s, bias_s, full, empty, S, G, P, BM, BN, D, HAS_BIAS, CAUSAL, ONLINE,
         )  # fmt: skip
         slot += 1
         if slot == STAGES:
@@ -266,14 +226,14 @@ def _attend(
 @gluon.jit
 def _write(
     acc, total, top, rows, out, lse, term, anchor, keep, M, s_om, s_lm,
-    O: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
+    ACC: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Divide by the row sums and store; out, lse and term point at this head's first row."""
     empty = total == 0  # not "total > 0": NaN must stay NaN
     inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
-    o = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O)), 1)
-    m = gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, O)), 1)
-    d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, O)), 0)
+    o = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, ACC)), 1)
+    m = gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, ACC)), 1)
+    d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, ACC)), 0)
     gl.store(out + m.to(gl.int64) * s_om + d, o.to(out.dtype.element_ty), mask=(m < M) & (d < HEAD_DIM))
     if HAS_LSE:
         value = (top + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453
@@ -298,16 +258,15 @@ def _bound(q, q_scale, rows, K_NORM, M, k_tiles, BM: gl.constexpr, D: gl.constex
 
 @gluon.jit
 def _consumer(
-    Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty, turn,
+    Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty,
     block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit,
-    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_LSE: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, EMULATED: gl.constexpr, TURN: gl.constexpr, Q_REG: gl.constexpr,
+    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: BM query rows of one head."""
     S: gl.constexpr = _accumulator(BN, 8)
-    O: gl.constexpr = _accumulator(D, 16)
-    WGS: gl.constexpr = q_s.type.shape[0]
-    rows = (block * WGS + GROUP) * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, S))
+    ACC: gl.constexpr = _accumulator(D, 16)
+    rows = (block * 2 + GROUP) * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, S))
     q_scale = gl.load(Q_SCALE + first + rows, mask=rows < M, other=0.0)
     anchor = 0.0
     keep = 1.0
@@ -318,32 +277,50 @@ def _consumer(
     mbarrier.wait(q_full.index(GROUP), 0)
     q8 = q_s.index(GROUP).reshape([BM, D])
     q = q8
-    if Q_REG:
+    if D <= 128:  # the registers have room for it beside the accumulator
         q = q8.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=4))
     bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, M, k_tiles, BM, D)
     if bound <= limit:
         acc, total, top = _attend(
-            q, q_scale, rows, LSE, M, N, tiles, masked, k_s, v_s, scale_s, bias_s, full, empty, turn,
-            GROUP, S, O, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, False, EMULATED, TURN, WGS,
+            q, q_scale, rows, LSE, M, N, tiles, masked, k_s, v_s, scale_s, bias_s, full, empty,
+            S, ACC, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, False,
         )  # fmt: skip
-        _write(acc, total, top, rows, OUT, LSE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, O, D, HEAD_DIM, HAS_LSE)
+        _write(
+            acc, total, top, rows, OUT, LSE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, ACC, D, HEAD_DIM, HAS_LSE
+        )
     else:
         acc, total, top = _attend(
-            q, q_scale, rows, LSE, M, N, tiles, masked, k_s, v_s, scale_s, bias_s, full, empty, turn,
-            GROUP, S, O, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, True, EMULATED, TURN, WGS,
+            q, q_scale, rows, LSE, M, N, tiles, masked, k_s, v_s, scale_s, bias_s, full, empty,
+            S, ACC, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, True,
         )  # fmt: skip
-        _write(acc, total, top, rows, OUT, LSE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, O, D, HEAD_DIM, HAS_LSE)
+        _write(
+            acc, total, top, rows, OUT, LSE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, ACC, D, HEAD_DIM, HAS_LSE
+        )
 
 
+@gluon.jit
+def _barriers(STAGES: gl.constexpr):
+    """Barriers, initialised: one a warpgroup's query, one a full and one an empty slot of the ring."""
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    return q_full, full, empty
+
+
+# Lengths and head counts are not specialised: no compilation for a length of 1 or of 16 * n.
 @gluon.jit(do_not_specialize=["M", "N", "k_tiles", "heads", "group"])
 def _attention(
-    q_desc, k_desc, v_desc, scale_desc, bias_desc, Q_SCALE, K_NORM, LIVE, ANCHOR, LSE_TERM, OUT, LSE, M, N, k_tiles, heads, group,
-    s_ob, s_oh, s_om, s_lb, s_lh, s_lm, s_bias_b, s_bias_h, limit,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_LSE: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, EMULATED: gl.constexpr, TURN: gl.constexpr,
-    WGS: gl.constexpr, Q_REG: gl.constexpr,
+    q_desc, k_desc, v_desc, scale_desc, bias_desc, Q_SCALE, K_NORM, LIVE, ANCHOR, LSE_TERM, OUT, LSE,
+    M, N, k_tiles, heads, group, s_ob, s_oh, s_om, s_lb, s_lh, s_lm, s_bias_b, s_bias_h, limit,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """One program WGS * BM query rows of one head: warpgroups that share the keys and values of one producer warp."""
+    """One program 2 * BM query rows of one head: two warpgroups that share the keys and values of one producer warp."""
     block = gl.program_id(0)
     if CAUSAL:
         block = gl.num_programs(0) - 1 - block  # the longest first
@@ -360,55 +337,28 @@ def _attention(
         ANCHOR += bias_row * 2
         tiles = gl.load(LIVE)
     if CAUSAL:
-        tiles = gl.cdiv(gl.minimum(N, (block + 1) * WGS * BM), BN)
-        masked = tiles - gl.minimum(block * WGS * BM, N) // BN
+        tiles = gl.cdiv(gl.minimum(N, (block + 1) * 2 * BM), BN)
+        masked = tiles - gl.minimum(block * 2 * BM, N) // BN
     first = head.to(gl.int64) * M
     OUT += b.to(gl.int64) * s_ob + h.to(gl.int64) * s_oh
     LSE += b.to(gl.int64) * s_lb + h.to(gl.int64) * s_lh
     FLOATS: gl.constexpr = scale_desc.layout
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [WGS] + q_desc.block_type.shape, q_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)  # noqa: RUF005
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
     scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, 32], FLOATS)
     bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, BN], FLOATS)
-    q_full = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(WGS):
-        mbarrier.init(q_full.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WGS)
-    if TURN > 0:
-        mbarrier.arrive(turn.index(0), count=1)
-    if WGS == 2:
-        gl.warp_specialize([
-            (_consumer, (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty, turn,
-                         block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit,
-                         0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, EMULATED, TURN, Q_REG)),
-            (_consumer, (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty, turn,
-                         block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit,
-                         1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, EMULATED, TURN, Q_REG)),
-            (_producer, (q_desc, k_desc, v_desc, scale_desc, bias_desc, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty,
-                         LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles, BM, BN, HAS_BIAS)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consumer, (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty, turn,
-                         block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit,
-                         0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, EMULATED, TURN, Q_REG)),
-            (_consumer, (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty, turn,
-                         block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit,
-                         1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, EMULATED, TURN, Q_REG)),
-            (_consumer, (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty, turn,
-                         block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit,
-                         2, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, EMULATED, TURN, Q_REG)),
-            (_producer, (q_desc, k_desc, v_desc, scale_desc, bias_desc, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty,
-                         LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles, BM, BN, HAS_BIAS)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    q_full, full, empty = _barriers(STAGES)
+    gl.warp_specialize([
+        (_consumer, (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty,
+                     block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit,
+                     0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL)),
+        (_consumer, (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty,
+                     block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit,
+                     1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL)),
+        (_producer, (q_desc, k_desc, v_desc, scale_desc, bias_desc, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty,
+                     LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles, BM, BN, HAS_BIAS)),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 def _shared(shape: list[int], bits: int) -> gl.NVMMASharedLayout:
@@ -431,10 +381,6 @@ def attention(
     is_causal: bool,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    emulated: bool = False,
-    turn: int = 0,
-    q_reg: bool = False,
-    limit: float | None = None,
 ) -> None:
     """Run the kernel on `quantized` and value [B, Hkv, Lk, D] into `out` [B, H, Lq, D] and `lse` [B, H, Lq] (float32).
 
@@ -442,12 +388,11 @@ def attention(
     """
     batch, heads, q_len, head_dim = out.shape
     kv_heads, kv_len = value.shape[1:3]
-    padded = padded_head_dim(head_dim)
-    block_m, block_n = 64, config.block_n  # rows of a warpgroup
+    padded, block_n = padded_head_dim(head_dim), config.block_n
     bias, scale = quantized.bias, quantized.key_scale.view(-1)
     unused = quantized.query_scale
     _attention[(triton.cdiv(q_len, config.block_m), batch * heads)](
-        _describe(quantized.query.view(-1, q_len, padded), [1, block_m, padded]),
+        _describe(quantized.query.view(-1, q_len, padded), [1, _ROWS, padded]),
         _describe(quantized.key.view(-1, quantized.key.shape[2], padded), [1, block_n, padded]),
         _describe(value, [1, 1, block_n, padded]),
         _describe(scale, [_SCALES]),
@@ -456,11 +401,11 @@ def attention(
         quantized.live if quantized.live is not None else unused,
         quantized.anchor if quantized.anchor is not None else unused,
         quantized.lse_term if quantized.lse_term is not None else unused,
-        out, lse if lse is not None else unused, q_len, kv_len, quantized.key.shape[2] // block_n, heads, heads // kv_heads,
+        out, lse if lse is not None else unused,
+        q_len, kv_len, quantized.key.shape[2] // block_n, heads, heads // kv_heads,
         *out.stride()[:3], *(lse.stride() if lse is not None else (0, 0, 0)),
-        *(row_strides(bias) if bias is not None else (0, 0)), BOUND[value.dtype] if limit is None else limit,
-        BM=block_m, BN=block_n, D=padded, HEAD_DIM=head_dim, STAGES=config.num_stages, HAS_BIAS=bias is not None,
-        HAS_LSE=lse is not None, CAUSAL=is_causal, TAIL=bias is None and kv_len % block_n != 0, EMULATED=emulated,
-        TURN=turn,
-        WGS=config.block_m // block_m, Q_REG=q_reg, num_warps=4, enable_fp_fusion=True,
+        *(row_strides(bias) if bias is not None else (0, 0)), BOUND[value.dtype],
+        BM=_ROWS, BN=block_n, D=padded, HEAD_DIM=head_dim, STAGES=config.num_stages, HAS_BIAS=bias is not None,
+        HAS_LSE=lse is not None, CAUSAL=is_causal, TAIL=bias is None and kv_len % block_n != 0,
+        num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip

@@ -31,8 +31,8 @@ class Quantized(NamedTuple):
     """What the attention kernel reads instead of query and key; all tensors are contiguous.
 
     query: int8 [B, H, Lq, DP]; query_scale: float32 [B, H, Lq], holds |scale| * log2(e).
-    key: int8 [B, Hkv, N, DP], N = Lk rounded up to a key tile of block_n.  key_scale: float32 [B, Hkv, N / block_n], one
-    a tile; or with config.gluon [B, Hkv, N / block_n, 4], one for the keys {8j + 2t, 8j + 2t + 1} of a tile, t < 4.
+    key: int8 [B, Hkv, N, DP], N = Lk rounded up to a key tile of block_n.  key_scale: float32 [B, Hkv, N / block_n],
+    one a tile; or with config.gluon [B, Hkv, N / block_n, 4], one for the keys {8j + 2t, 8j + 2t + 1} of it, t < 4.
     bias: float32 [Bm, Hm, N], log2 units, largest finite value 0, masked and padding keys -inf; or None.
     anchor: float32 [Bm, Hm, 2]: what was subtracted from the bias (natural log), and 0 where it absorbs every score
     in float32, else 1; or None.  lse_term: float32 [B, H, Lq], scale * query . shift (natural log); or None.
@@ -176,7 +176,7 @@ def _quantize(
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, IS_KEY: tl.constexpr,
     HAS_BIAS: tl.constexpr, GROUPED: tl.constexpr, HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of ROWS rows of one head: a scale for each row of a query, one or four for a block of keys."""
+    """One program a block of ROWS rows of one head: a scale for each row of a query, one or four a block of keys."""
     block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     b = head // heads
