@@ -10,7 +10,7 @@ import torch
 
 
 class Config(NamedTuple):
-    """block_m query rows and block_n keys a step; gluon: the kernel of hopper.py, with four key scales for block_n keys."""
+    """Query rows of a program, keys of a step.  gluon: the kernel of hopper.py, with four key scales a step."""
 
     block_m: int
     block_n: int
@@ -24,10 +24,11 @@ class Config(NamedTuple):
 _AMPERE = {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(32, 64, 8, 2)}
 # sm_90 with TMA: the best of bench/bench_configs.py on an H200 (bench/results/configs.jsonl).
 _HOPPER = {64: Config(64, 128, 4, 2, True), 128: Config(64, 128, 4, 2, True), 256: Config(128, 64, 8, 3, True)}
+# The kernel of hopper.py, of its variants the fastest on an H200 (bench/results/hopper_variants.jsonl).
 HOPPER_GLUON = {
     64: Config(128, 128, 4, 3, True, True),
     128: Config(128, 128, 4, 3, True, True),
-    256: Config(128, 64, 4, 2, True, True),
+    256: Config(128, 64, 4, 3, True, True),
 }
 _HOPPER_POINTERS = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 2)}
 _CDNA = {64: Config(128, 64, 8, 1), 128: Config(128, 32, 8, 1), 256: Config(64, 32, 8, 1)}
@@ -57,15 +58,45 @@ def config_for(arch: int | str, head_dim: int, describable: bool = True) -> Conf
 
 def config_of(query: torch.Tensor, value: torch.Tensor) -> Config:
     """The configuration for a call on these tensors."""
-    arch, fits, padded = arch_of(query.device), describable(value), padded_head_dim(query.shape[3])
-    if arch == 90 and fits and padded in HOPPER_GLUON and hopper_unavailable() is None:
-        return HOPPER_GLUON[padded]
-    return config_for(arch, query.shape[3], fits)
+    if why_portable(query, value) is None:
+        return HOPPER_GLUON[padded_head_dim(query.shape[3])]
+    return config_for(arch_of(query.device), query.shape[3], describable(value))
 
 
-@functools.lru_cache(maxsize=None)
+def kernel_name(query: torch.Tensor, value: torch.Tensor) -> str:
+    """Name of the kernel that a call on these tensors gets."""
+    return "Hopper (Gluon)" if why_portable(query, value) is None else "portable"
+
+
+def why_portable(query: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Why a call on these tensors gets the portable kernel and not the one for Hopper; None if it gets that."""
+    arch = arch_of(query.device)
+    if arch != 90:
+        return f"the Hopper kernel needs sm_90, and this is {f'sm_{arch}' if isinstance(arch, int) else arch}"
+    if padded_head_dim(query.shape[3]) not in HOPPER_GLUON:
+        return f"head_dim {query.shape[3]} is not over 32"
+    if not describable(value):
+        return "TMA takes values whose base and strides are whole 16 bytes, and no stride of 0"
+    return hopper_unavailable()
+
+
+_failures: list[str] = []  # why the kernel for Hopper did not compile, once it has not
+
+
 def hopper_unavailable() -> str | None:
     """Why this Triton can't run the kernel for Hopper, so that sm_90 gets the portable one; None if it can."""
+    return _failures[0] if _failures else _hopper_not_importable()
+
+
+def give_up_hopper(error: Exception) -> str:
+    """Use the portable kernel from now on, because this Triton could not compile the one for Hopper; return why."""
+    text = (str(error).strip().splitlines() or [""])[-1]
+    _failures.append(f"this Triton does not compile hopper.py: {type(error).__name__}: {text}")
+    return _failures[0]
+
+
+@functools.cache
+def _hopper_not_importable() -> str | None:
     try:
         from . import hopper  # noqa: F401
     except (ImportError, AttributeError, TypeError) as error:
