@@ -284,7 +284,19 @@ def run_steps(options: argparse.Namespace, invocation: Invocation) -> int:
     return 0
 
 
-STEP_COLUMNS = ("model", "tokens", "variant", "impl", "step ms", "+-", "speedup", "attention ms", "share", "PSNR dB", "calls")
+STEP_COLUMNS = (
+    "model",
+    "tokens",
+    "variant",
+    "impl",
+    "step ms",
+    "+-",
+    "speedup",
+    "attention ms",
+    "share",
+    "PSNR dB",
+    "calls",
+)
 
 
 def _step_cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, ...]:

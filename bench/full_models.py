@@ -41,7 +41,9 @@ class Full:
 
 def wan(tiny: bool) -> Full:
     """Wan 2.1 1.3B: 81 frames of 480x832, 32760 tokens, 512 of text."""
-    heads, dim, layers, frames, height, width, text = (2, 32, 2, 2, 8, 8, 16) if tiny else (12, 128, 30, 21, 60, 104, 512)
+    heads, dim, layers, frames, height, width, text = (
+        (2, 32, 2, 2, 8, 8, 16) if tiny else (12, 128, 30, 21, 60, 104, 512)
+    )
     model = diffusers.WanTransformer3DModel(
         num_attention_heads=heads,
         attention_head_dim=dim,

@@ -155,9 +155,7 @@ def qwen_image(dtype: torch.dtype) -> Small:
     )
     latents = {"z_dim": 4, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
     vae = diffusers.AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **latents)
-    pipe = diffusers.QwenImagePipeline(
-        scheduler=_flow(), vae=vae, text_encoder=None, tokenizer=None, transformer=model
-    )
+    pipe = diffusers.QwenImagePipeline(scheduler=_flow(), vae=vae, text_encoder=None, tokenizer=None, transformer=model)
     # The image follows the padded text: the joint mask has a gap in the middle.
     prompt = {"prompt_embeds": _embeds(32, dtype), "prompt_embeds_mask": _mask()}
     return Small(pipe, "transformer", {"height": 64, "width": 64, "true_cfg_scale": 1.0, **prompt})

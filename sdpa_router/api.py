@@ -160,8 +160,10 @@ def is_available(device: torch.device | str | int | None = None) -> bool:
 def _check_buffer(name: str, buffer: torch.Tensor, query: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     fits = buffer.shape == shape and buffer.dtype == dtype and buffer.device == query.device
     spread = [stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True) if size > 1]
-    if not fits or (shape[-1] > 1 and buffer.stride(-1) != 1) or 0 in spread:
+    contiguous = len(shape) == 3 or shape[-1] == 1 or buffer.stride(-1) == 1  # lse may have any strides
+    if not fits or not contiguous or 0 in spread:
+        layout = "strides other than 0" if len(shape) == 3 else "a contiguous last axis"
         raise ValueError(
             f"{name} is {show(buffer.dtype)} {show(buffer.shape)} with strides {show(buffer.stride())} on "
-            f"{buffer.device}; accepted: {show(dtype)} {show(shape)} with a contiguous last axis on {query.device}"
+            f"{buffer.device}; accepted: {show(dtype)} {show(shape)} with {layout} on {query.device}"
         )

@@ -151,7 +151,7 @@ def _mask_for_torch(call: DemoCall) -> dict[str, Tensor]:
 
 
 def _event_time(call: DemoCall) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     attend(call)
     stop.record()

@@ -20,7 +20,7 @@ from .settings import settings_of, skipping
 try:
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:  # private to torch: without it every call is recognised by its signature
-    TensorGuards = None
+    TensorGuards = None  # type: ignore[assignment, misc]
 
 if TYPE_CHECKING:
     from torch._dynamo.comptime import ComptimeContext, ComptimeVar
@@ -132,8 +132,8 @@ def _guard(state: tuple[Any, ...], sighting: Sighting, tensors: tuple[torch.Tens
     guarded = recent.setdefault(size if len(tensors) == 3 else ~size, [])
     # The check refuses a tensor that comes twice. A model has few kinds of calls with keys of one size.
     if TensorGuards is not None and len({*map(id, tensors)}) == len(tensors) and len(guarded) < _GUARDS:
-        shapes = [list(tensor.shape) for tensor in tensors]
-        strides = [list(tensor.stride()) for tensor in tensors]
+        shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
+        strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
         guards = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
         guarded.append((state, guards.check, sighting))
 
@@ -224,7 +224,7 @@ def refuse(codes: list[str], decide_again: Callable[..., Decision], *arguments: 
     """Raise UnsupportedError, from Python as graphs can't; under fullgraph=True torch raises its own with the codes."""
     if _compiling():
         torch._dynamo.graph_break(f"sdpa_router.UnsupportedError: {', '.join(codes)}")
-        torch.compiler.disable(_raise)(decide_again, *arguments)  # type: ignore[no-untyped-call]
+        torch.compiler.disable(_raise)(decide_again, *arguments)
     _raise(decide_again, *arguments)
 
 

@@ -250,7 +250,7 @@ def plain_number(value: Any) -> Any:
 
 
 def _capturing() -> bool:
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def _caller() -> tuple[int, tuple[str, int, str]]:

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import sdpa_router
 from sdpa_router import testing
@@ -139,7 +140,7 @@ def test_case_31_grouped_queries_causal_with_padding_stay_with_torch():
 
 def grouped_call(mask, groups=2):
     """Arguments of an attention function, with as many query heads to a key head."""
-    module = torch.nn.Module()
+    module = nn.Module()
     module.num_key_value_groups, module.is_causal = groups, False
     query, key, value = testing.gaussian(2, 2 * groups, 40, 40, 32, kv_heads=2, device=DEVICE)
     return module, query, key, value, mask
@@ -168,6 +169,8 @@ def test_grouped_queries_that_can_not_be_routed_are_answered_by_transformers():
     with sdpa_router.record() as seen:
         out, _ = transformers.AttentionInterface()[NAME](*call)
     assert reasons(seen.records) == {"dtype"}
+    # With a mask and enable_gqa torch would take its slowest path on a GPU: transformers repeats the heads instead.
+    assert seen.records[0]["signature"]["key"]["shape"] == [2, 4, 40, 32]
     assert torch.equal(out, sdpa_attention_forward(*call)[0])
 
 
@@ -293,12 +296,23 @@ def test_gradients_are_those_of_torch():
     assert torch.equal(gradient(NAME), gradient("sdpa"))
 
 
+class OwnAttention(nn.Module):
+    """Attention that does not look at AttentionInterface; transformers finds it in this file and logs it, no more."""
+
+
+class OwnModel(transformers.PreTrainedModel):
+    config_class = transformers.BertConfig
+    _supports_sdpa = True
+
+
 def test_attach_says_what_it_was_given_and_what_it_takes():
     with pytest.raises(TypeError, match=r"PreTrainedModel; given Linear"):
-        integration.attach(torch.nn.Linear(1, 1))
+        integration.attach(nn.Linear(1, 1))
     config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1)
     with pytest.raises(ValueError, match=r"given MambaModel.*accepted: .*AttentionInterface.*enable\(model\)"):
         integration.attach(transformers.MambaModel(config))
+    with pytest.raises(ValueError, match=r"given OwnModel, whose attention transformers does not dispatch"):
+        integration.attach(OwnModel(transformers.BertConfig()))
     integration.unregister()
     with pytest.raises(RuntimeError, match=r"not registered; call .*register\(\)"):
         integration.attach(build("Bert"))

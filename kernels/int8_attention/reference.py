@@ -82,7 +82,8 @@ def _rotation(head_dim: int) -> torch.Tensor:
     while len(matrix) < block:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     signs = torch.tensor([1.0 - 2.0 * (i * 40503 >> 9 & 1) for i in range(block)])
-    return torch.block_diag(*[signs[:, None] * matrix / math.sqrt(block)] * (padded // block))
+    rotation: torch.Tensor = torch.block_diag(*[signs[:, None] * matrix / math.sqrt(block)] * (padded // block))
+    return rotation
 
 
 def _pad(x: torch.Tensor, width: int) -> torch.Tensor:

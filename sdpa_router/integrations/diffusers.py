@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
+from .. import run
 from ..context import route
 from ..decide import Call
-from ..dispatch import dispatch
+from ..dispatch import Turn, dispatch
 from ..lse import attention_with_lse
 from ..settings import OFF, Settings, active_name, intern
 
 NAME = "sdpa_router"
-SUPPORTED = "0.36 or newer (tested: 0.42.1)"
+SUPPORTED = "0.36 or newer (tested: 0.36.0 and 0.42.1)"
 _MEMBER = NAME.upper()
 
 # Names of settings, OFF once undone; torch.compile guards graphs by them.
@@ -49,13 +50,11 @@ def register(
     """
     global _registered
     name = intern(Settings(on_unsupported, min_kv, pv, skip, log))
-    routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, skip=skip, log=log)
     parts = _parts()
     if NAME not in parts.names._value2member_map_:
         _add_member(parts.names)
     checks = parts.registry._constraints.get(parts.names.NATIVE)
-    backend = _backend(parts, routed(parts.native))
-    parts.registry.register(parts.names(NAME), constraints=checks, supports_context_parallel=True)(backend)
+    parts.registry.register(parts.names(NAME), constraints=checks, supports_context_parallel=True)(_backend(parts))
     _registered = name
 
 
@@ -69,7 +68,7 @@ def unregister() -> None:
     _remove_member(parts.names)
     parts.registry._supports_context_parallel.discard(NAME)
     if parts.registry._active_backend == NAME:
-        parts.registry.set_active_backend(parts.default)
+        parts.registry._active_backend = parts.default
 
 
 def patch(
@@ -83,7 +82,8 @@ def patch(
     """Run every diffusers model inside route() with these settings, future ones too; autoencoders stay native.
 
     Text encoders are not diffusers models. Inside route() or an enabled module their settings hold instead. Patching
-    again replaces the settings. Raises ImportError for a diffusers that can't be served.
+    again replaces the settings. A model that torch.compile was given whole leaves what route() describes for that.
+    Raises ImportError for a diffusers that can't be served.
     """
     global _patched
     name = intern(Settings(on_unsupported, min_kv, pv, skip, log))
@@ -124,7 +124,7 @@ def _routed_call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return _calls.routed(self, *args, **kwargs)
 
 
-def _backend(parts: _Parts, routed: Callable[..., Any]) -> Callable[..., Any]:
+def _backend(parts: _Parts) -> Callable[..., Any]:
     """Make the backend: diffusers' layout in and out, query, key, value [B, S, H, D] and the LSE [B, S, H]."""
 
     # diffusers hands on only those arguments that the signature names.
@@ -149,17 +149,38 @@ def _backend(parts: _Parts, routed: Callable[..., Any]) -> Callable[..., Any]:
             return _with_block_mask(parts, name, *arguments, return_lse)
         if return_lse:
             return _with_lse(name, *arguments)
-        return routed(*arguments) if surrounding == OFF else parts.native(*arguments)
+        # Where route() surrounds this, SDPA itself is routed.
+        answer = _routed(name, *arguments) if surrounding == OFF else None
+        return parts.native(*arguments) if answer is None else answer
 
     return sdpa_router_attention
+
+
+def _routed(
+    name: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor | None:
+    answer = dispatch(
+        *(name, run.torch_attention(), *_heads_first(query, key, value)),
+        *(_unfolded(attn_mask, query, key), dropout_p, is_causal),
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    return None if isinstance(answer, Turn) else answer.permute(0, 2, 1, 3)
 
 
 def _with_lse(
     name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
-        attn_mask = attn_mask[:, None, None]  # [B, K], as diffusers reads it
-    out, lse = attention_with_lse(name, *_heads_first(query, key, value), attn_mask, *rest)
+    mask = _unfolded(attn_mask, query, key)
+    out, lse = attention_with_lse(name, *_heads_first(query, key, value), mask, *rest)
     return out.permute(0, 2, 1, 3), lse.permute(0, 2, 1).contiguous()
 
 
@@ -187,6 +208,13 @@ def _with_block_mask(
         *heads_first, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa, return_lse=True
     )
     return out.permute(0, 2, 1, 3), lse.permute(0, 2, 1).contiguous()
+
+
+def _unfolded(attn_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Return a mask [B, K] as [B, 1, 1, K], which is how diffusers reads it; others as they are."""
+    if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
+        return attn_mask[:, None, None]
+    return attn_mask
 
 
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
