@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sdpa_router import int8_attention, merge_attention
+from sdpa_router.kernels.int8_attention import configs
 from sdpa_router.kernels.int8_attention.configs import config_of
 from sdpa_router.kernels.int8_attention.reference import int8_attention_reference
 from sdpa_router.testing import relative_error, sdpa_oracle
@@ -321,10 +322,27 @@ def test_scores_too_large_for_a_softmax_without_a_maximum():
     close(query, key, value, is_causal=True, budget=0.4, lse_budget=3.0)
 
 
+def test_the_choice_of_a_kernel_is_explained(monkeypatch):
+    query = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
+    monkeypatch.setattr(configs, "arch_of", lambda device: "cpu")
+    assert configs.kernel_name(query, query) == "portable"
+    assert "sm_90" in configs.why_portable(query, query)
+    monkeypatch.setattr(configs, "arch_of", lambda device: 90)
+    monkeypatch.setattr(configs, "_descriptors", lambda: True)
+    monkeypatch.setattr(configs, "_hopper_not_importable", lambda: None)
+    monkeypatch.setattr(configs, "_failures", [])
+    assert configs.kernel_name(query, query) == "Hopper (Gluon)"
+    assert configs.config_of(query, query).gluon
+    assert "head_dim 32" in configs.why_portable(query[..., :32], query)
+    assert "stride of 0" in configs.why_portable(query, query[:, :, :1].expand(1, 1, 8, 64))
+    assert "CompilationError" in configs.give_up_hopper(ValueError("CompilationError"))
+    assert not configs.config_of(query, query).gluon
+
+
 def test_a_kernel_that_does_not_compile_is_replaced_once(monkeypatch, caplog):
     """Where Triton can't compile the Hopper kernel, the portable one answers, and one warning says why."""
     triton_errors = pytest.importorskip("triton.compiler.errors")
-    from sdpa_router.kernels.int8_attention import configs, forward, op
+    from sdpa_router.kernels.int8_attention import forward, op
 
     calls = []
     portable = forward.attention

@@ -1,4 +1,4 @@
-"""Launch configurations by architecture: data, so that no user's call ever autotunes."""
+"""Which kernel and launch configuration a call gets: tables by architecture, so that no user's call autotunes."""
 
 from __future__ import annotations
 
