@@ -121,7 +121,7 @@ def int8_kernel_only(problem: Problem, pv: str) -> Run:
     attend = _module(f"{package}.forward", "triton").attention
     query, value = problem.query, problem.value
     head_dim = problem.case.head_dim
-    config = configs.config_for(configs.arch_of(query.device), head_dim)
+    config = configs.config_of(query, value)
     quantized = quantize(query, problem.key, problem.mask, head_dim**-0.5, config, lse=problem.lse)
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32) if problem.lse else None

@@ -120,6 +120,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("CUDA of torch", found["cuda"] or "none"),
         ("ROCm of torch", found["hip"] or "none"),
         *(("int8 on " + device["device"], _device_line(device)) for device in found["devices"]),
+        *(("kernel on " + device["device"], device["kernel"]) for device in found["devices"] if device["kernel"]),
         ("int8 takes", "{dtypes}, head_dim 1 to {max_head_dim}, pv {pv}".format(**_joined(found["int8"]))),
         (
             "variables",

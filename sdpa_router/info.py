@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from sdpa_router import __version__
 from sdpa_router.decision import Code, Reason
+from sdpa_router.kernels.int8_attention.configs import kernel_name, why_portable
 from sdpa_router.kernels.int8_attention.limits import LIMITS, unavailable
 
 _PACKAGES = ("torch", "triton", "numpy", "diffusers", "transformers", "comfy-kitchen", "sageattention")
@@ -66,12 +67,20 @@ def _device_facts(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {"device": str(device), "name": platform.machine(), "int8": why is None, "why": why}
     if why is None and os.environ.get("SDPA_ROUTER") == "0":
         facts.update(int8=False, why=Reason(Code.DISABLED, "SDPA_ROUTER=0", "any other value, or none").detail)
+    facts["kernel"] = _kernel(device) if facts["int8"] else None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["name"] = properties.name
         facts["memory_gib"] = round(properties.total_memory / 2**30, 1)
         facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return facts
+
+
+def _kernel(device: torch.device) -> str:
+    """Return which int8 kernel a usual call gets on `device`, and why if it is not the fastest one."""
+    sample = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+    why = why_portable(sample, sample)
+    return kernel_name(sample, sample) + (f", because {why}" if why else "")
 
 
 def sdpa_owner() -> dict[str, Any]:

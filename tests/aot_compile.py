@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sdpa_router.kernels.int8_attention import forward, quantize
-from sdpa_router.kernels.int8_attention.configs import config_for, padded_head_dim
+from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for, padded_head_dim
 
 TOOLS = os.path.join(os.path.dirname(triton.backends.nvidia.__file__), "bin")
 STRIDES = "s_vb s_vh s_vn s_ob s_oh s_om s_b s_h s_l s_n".split()
@@ -68,7 +68,7 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
         padded = padded_head_dim(head_dim)
         shared = {"D": head_dim, "DP": padded, "B": min(padded, 128)}
         rows, q_rows = config_for(arch, head_dim).block_n, 64 if padded <= 128 else 32
-        types = dict.fromkeys("SHIFT BIAS SCALE LSE_TERM".split(), "*fp32") | {
+        types = dict.fromkeys("SHIFT BIAS SCALE NORM LSE_TERM".split(), "*fp32") | {
             "X": "*bf16", "K": "*bf16", "ROTATION": "*bf16", "Y": "*i8", "factor": "fp32", "lse_factor": "fp32",
             **integers("L N NP step heads group bias_rows s_b s_h s_l s_n s_bias_b s_bias_h"),
         }  # fmt: skip
@@ -78,7 +78,7 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
             ("query", {"ROWS": q_rows, "IS_KEY": False, "HAS_BIAS": False, "HAS_LSE": False}, 8),
             ("query lse", {"ROWS": q_rows, "IS_KEY": False, "HAS_BIAS": False, "HAS_LSE": True}, 8),
         ):
-            constants = shared | constants | {"UPCAST": False}
+            constants = shared | constants | {"GROUPED": False, "UPCAST": False}
             yield f"quantize D{head_dim} {name}", quantize._quantize, types, constants, {"num_warps": warps}
         rows = 128 if padded <= 128 else 64
         for bias in (False, True):
@@ -90,9 +90,25 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
                 {"num_warps": 8},
             )
     for kind in ("*fp16", "*u8"):
-        types = {"MASK": kind, "BIAS": "*fp32", "ANCHOR": "*fp32", **integers("N NP heads s_b s_h s_n")}
-        constants = {"IS_BOOL": kind == "*u8", "BLOCK": 4096}
+        types = {"MASK": kind, "BIAS": "*fp32", "ANCHOR": "*fp32", "LIVE": "*i32", **integers("N NP heads s_b s_h s_n")}
+        constants = {"IS_BOOL": kind == "*u8", "BLOCK": 4096, "TILE": 128, "HAS_LIVE": arch == 90}
         yield f"prepare bias {kind}", quantize._prepare_bias, types, constants, {"num_warps": 8}
+    if arch == 90:
+        yield from grouped_variants()
+
+
+def grouped_variants() -> Iterator[tuple[str, object, dict, dict, dict]]:
+    """Keys as the Hopper kernel takes them: four scales a tile."""
+    types = dict.fromkeys("SHIFT BIAS SCALE NORM LSE_TERM".split(), "*fp32") | {
+        "X": "*bf16", "ROTATION": "*bf16", "Y": "*i8", "factor": "fp32", "lse_factor": "fp32",
+        **integers("L heads group bias_rows s_b s_h s_l s_bias_b s_bias_h"),
+    }  # fmt: skip
+    for head_dim, config in HOPPER_GLUON.items():
+        constants = {
+            "D": head_dim, "DP": head_dim, "B": min(head_dim, 128), "ROWS": config.block_n, "IS_KEY": True,
+            "HAS_BIAS": True, "GROUPED": True, "HAS_LSE": False, "UPCAST": False,
+        }  # fmt: skip
+        yield f"quantize D{head_dim} grouped key", quantize._quantize, types, constants, {"num_warps": 8}
 
 
 def compile_variant(kernel, types: dict, constants: dict, options: dict, target: GPUTarget):

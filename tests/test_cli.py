@@ -56,6 +56,7 @@ def test_info_json(capsys):
     assert found["packages"]["torch"] == torch.__version__
     assert found["devices"][-1]["device"] == "cpu"
     assert found["devices"][0]["int8"] is True
+    assert found["devices"][0]["kernel"].startswith(("portable, because ", "Hopper (Gluon)"))
     assert found["sdpa"] == {"patched": False, "by": None, "file": None}
 
 

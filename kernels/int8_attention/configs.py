@@ -1,4 +1,4 @@
-"""Launch configurations by architecture: data, so that no user's call ever autotunes."""
+"""Which kernel and launch configuration a call gets: tables by architecture, so that no user's call autotunes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ import torch
 
 
 class Config(NamedTuple):
-    """block_m query rows and block_n keys a step; one key scale serves block_n keys."""
+    """Query rows of a program, keys of a step.  gluon: the kernel of hopper.py, with four key scales a step."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     tma: bool = False
+    gluon: bool = False
 
 
 # By padded head_dim. Set so that no variant spills on Triton 3.6 and 3.9 (tests/test_aot.py); not timed, but for sm_90.
 _AMPERE = {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(32, 64, 8, 2)}
 # sm_90 with TMA: the best of bench/bench_configs.py on an H200 (bench/results/configs.jsonl).
 _HOPPER = {64: Config(64, 128, 4, 2, True), 128: Config(64, 128, 4, 2, True), 256: Config(128, 64, 8, 3, True)}
+# The kernel of hopper.py, of its variants the fastest on an H200 (bench/results/hopper_variants.jsonl).
+HOPPER_GLUON = {
+    64: Config(128, 128, 4, 3, True, True),
+    128: Config(128, 128, 4, 3, True, True),
+    256: Config(128, 64, 4, 3, True, True),
+}
 _HOPPER_POINTERS = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 2)}
 _CDNA = {64: Config(128, 64, 8, 1), 128: Config(128, 32, 8, 1), 256: Config(64, 32, 8, 1)}
 _RDNA = {64: Config(128, 64, 8, 1), 128: Config(64, 32, 8, 1), 256: Config(32, 16, 8, 1)}
@@ -47,6 +54,54 @@ def config_for(arch: int | str, head_dim: int, describable: bool = True) -> Conf
     elif arch.startswith("gfx"):
         table = _CDNA if arch.startswith("gfx9") else _RDNA
     return table[max(64, padded_head_dim(head_dim))]
+
+
+def config_of(query: torch.Tensor, value: torch.Tensor) -> Config:
+    """The configuration for a call on these tensors."""
+    if why_portable(query, value) is None:
+        return HOPPER_GLUON[padded_head_dim(query.shape[3])]
+    return config_for(arch_of(query.device), query.shape[3], describable(value))
+
+
+def kernel_name(query: torch.Tensor, value: torch.Tensor) -> str:
+    """Name of the kernel that a call on these tensors gets."""
+    return "Hopper (Gluon)" if why_portable(query, value) is None else "portable"
+
+
+def why_portable(query: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Why a call on these tensors gets the portable kernel and not the one for Hopper; None if it gets that."""
+    arch = arch_of(query.device)
+    if arch != 90:
+        return f"the Hopper kernel needs sm_90, and this is {f'sm_{arch}' if isinstance(arch, int) else arch}"
+    if padded_head_dim(query.shape[3]) not in HOPPER_GLUON:
+        return f"head_dim {query.shape[3]} is not over 32"
+    if not describable(value):
+        return "TMA takes values whose base and strides are whole 16 bytes, and no stride of 0"
+    return hopper_unavailable()
+
+
+_failures: list[str] = []  # why the kernel for Hopper did not compile, once it has not
+
+
+def hopper_unavailable() -> str | None:
+    """Why this Triton can't run the kernel for Hopper, so that sm_90 gets the portable one; None if it can."""
+    return _failures[0] if _failures else _hopper_not_importable()
+
+
+def give_up_hopper(error: Exception) -> str:
+    """Use the portable kernel from now on, because this Triton could not compile the one for Hopper; return why."""
+    text = (str(error).strip().splitlines() or [""])[-1]
+    _failures.append(f"this Triton does not compile hopper.py: {type(error).__name__}: {text}")
+    return _failures[0]
+
+
+@functools.cache
+def _hopper_not_importable() -> str | None:
+    try:
+        from . import hopper  # noqa: F401
+    except (ImportError, AttributeError, TypeError) as error:
+        return f"this Triton has no Gluon that hopper.py knows: {error}"
+    return None
 
 
 def describable(value: torch.Tensor) -> bool:

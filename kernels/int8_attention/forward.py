@@ -162,6 +162,10 @@ def attention(
 
     Any strides with a contiguous last axis; `config` is the one that `quantized` was made with.  No checks here.
     """
+    if config.gluon:
+        from .hopper import attention as hopper_attention
+
+        return hopper_attention(quantized, value, config, is_causal=is_causal, out=out, lse=lse)
     batch, heads, q_len, head_dim = out.shape
     kv_heads, kv_len = value.shape[1:3]
     padded = padded_head_dim(head_dim)

@@ -6,13 +6,16 @@ kernel first runs.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .configs import arch_of, config_for, describable
+from .configs import Config, config_of, give_up_hopper
+
+_LOG = logging.getLogger("sdpa_router.dispatch")
 
 _LIBRARY = torch.library.Library("sdpa_router", "FRAGMENT")
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float? scale"
@@ -37,6 +40,13 @@ def _empty_out(query: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, tor
     return out, query.new_empty((batch, heads, q_len) if return_lse else (0,), dtype=torch.float32)
 
 
+def _compile_errors() -> tuple[type[Exception], ...]:
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return CompilationError, OutOfResources, PTXASError
+
+
 def _int8_attention_out(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -51,11 +61,21 @@ def _int8_attention_out(
     from .forward import attention
     from .quantize import quantize
 
-    config = config_for(arch_of(query.device), query.shape[3], describable(value))
     softmax_scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
-    with torch.cuda.device_of(query):  # Triton launches on the current device
+
+    def run(config: Config) -> None:
         quantized = quantize(query, key, attn_mask, softmax_scale, config, lse=lse is not None)
         attention(quantized, value, config, is_causal=is_causal, out=out, lse=lse)
+
+    config = config_of(query, value)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        try:
+            run(config)
+        except _compile_errors() as error:
+            if not config.gluon:
+                raise
+            _LOG.warning("the portable int8 kernel from now on: %s", give_up_hopper(error))
+            run(config_of(query, value))
 
 
 def _int8_attention(

@@ -31,10 +31,13 @@ class Quantized(NamedTuple):
     """What the attention kernel reads instead of query and key; all tensors are contiguous.
 
     query: int8 [B, H, Lq, DP]; query_scale: float32 [B, H, Lq], holds |scale| * log2(e).
-    key: int8 [B, Hkv, N, DP], N = Lk rounded up to the key group; key_scale: float32 [B, Hkv, N / group].
+    key: int8 [B, Hkv, N, DP], N = Lk rounded up to a key tile of block_n.  key_scale: float32 [B, Hkv, N / block_n],
+    one a tile; or with config.gluon [B, Hkv, N / block_n, 4], one for the keys {8j + 2t, 8j + 2t + 1} of it, t < 4.
     bias: float32 [Bm, Hm, N], log2 units, largest finite value 0, masked and padding keys -inf; or None.
     anchor: float32 [Bm, Hm, 2]: what was subtracted from the bias (natural log), and 0 where it absorbs every score
     in float32, else 1; or None.  lse_term: float32 [B, H, Lq], scale * query . shift (natural log); or None.
+    With config.gluon also key_norm: float32 [B, Hkv, N / block_n], largest norm of a key of the tile; and, with a bias,
+    live: int32 [Bm, Hm, 1 + N / block_n], how many tiles have a key that is not masked (at least 1), and which.
     """
 
     query: torch.Tensor
@@ -44,10 +47,15 @@ class Quantized(NamedTuple):
     bias: torch.Tensor | None
     anchor: torch.Tensor | None
     lse_term: torch.Tensor | None
+    key_norm: torch.Tensor | None = None
+    live: torch.Tensor | None = None
 
 
 @triton.jit(do_not_specialize=["N", "NP", "heads"])
-def _prepare_bias(MASK, BIAS, ANCHOR, N, NP, heads, s_b, s_h, s_n, IS_BOOL: tl.constexpr, BLOCK: tl.constexpr):
+def _prepare_bias(
+    MASK, BIAS, ANCHOR, LIVE, N, NP, heads, s_b, s_h, s_n,
+    IS_BOOL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, HAS_LIVE: tl.constexpr,
+):  # fmt: skip
     """One program a mask row: any dtype and strides to float32 in log2 units, shifted so that its largest is 0."""
     row = tl.program_id(0).to(tl.int64)
     MASK += (row // heads) * s_b + (row % heads) * s_h
@@ -62,12 +70,23 @@ def _prepare_bias(MASK, BIAS, ANCHOR, N, NP, heads, s_b, s_h, s_n, IS_BOOL: tl.c
     anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
     tl.store(ANCHOR + row * 2, anchor)
     tl.store(ANCHOR + row * 2 + 1, tl.where(tl.abs(anchor) < ABSORBING, 1.0, 0.0))
+    count = tl.full([], 0, tl.int32)
     for start in range(0, NP, BLOCK):
         n = start + cols
         b = tl.load(MASK + n.to(tl.int64) * s_n, mask=n < N, other=0)
         b = tl.where(b != 0, 0.0, float("-inf")) if IS_BOOL else b.to(tl.float32)
         b = tl.where(n < N, (b - anchor) * 1.4426950408889634, float("-inf"))
         tl.store(BIAS + row * NP + n, b, mask=n < NP)
+        if HAS_LIVE:
+            tile = start // TILE + tl.arange(0, BLOCK // TILE)
+            alive = tl.max((b.reshape([BLOCK // TILE, TILE]) != float("-inf")).to(tl.int32), 1)
+            place = count + tl.cumsum(alive, 0) - alive
+            tl.store(LIVE + row * (NP // TILE + 1) + 1 + place, tile, mask=alive != 0)
+            count += tl.sum(alive, 0)
+    if HAS_LIVE:
+        LIVE += row * (NP // TILE + 1)
+        tl.store(LIVE + 1, 0, mask=count == 0)
+        tl.store(LIVE, tl.maximum(count, 1))
 
 
 @triton.jit
@@ -152,12 +171,12 @@ def _key_shift(
 
 @triton.jit(do_not_specialize=["L", "heads", "group", "bias_rows"])
 def _quantize(
-    X, SHIFT, ROTATION, BIAS, Y, SCALE, LSE_TERM, factor, lse_factor, L, heads, group, bias_rows,
+    X, SHIFT, ROTATION, BIAS, Y, SCALE, NORM, LSE_TERM, factor, lse_factor, L, heads, group, bias_rows,
     s_b, s_h, s_l, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, IS_KEY: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GROUPED: tl.constexpr, HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of ROWS rows of one head: a scale for each row of a query, one scale for a block of keys."""
+    """One program a block of ROWS rows of one head: a scale for each row of a query, one or four a block of keys."""
     block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     b = head // heads
@@ -178,9 +197,18 @@ def _quantize(
     if IS_KEY:
         x = tl.where(keep[:, None], x - tl.load(SHIFT + head * DP + cols)[None, :], 0.0)
         # x * 0 is NaN where x is NaN or infinite: such a row or block must answer NaN, as SDPA does.
-        peak = tl.max(tl.max(tl.abs(x), 1), 0) + tl.sum(tl.sum(x * 0.0, 1), 0)
-        tl.store(SCALE + head * tl.num_programs(0) + block, peak / 127.0)
+        tile = head * tl.num_programs(0) + block
         stored = (head * tl.num_programs(0) * ROWS + rows)[:, None]
+        if GROUPED:
+            peak = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
+            bad = tl.sum(tl.sum((peak * 0.0).reshape([ROWS // 8, 4, 2]), 2), 0)
+            peak = tl.max(tl.max(peak.reshape([ROWS // 8, 4, 2]), 2), 0) + bad
+            tl.store(SCALE + tile * 4 + tl.arange(0, 4), peak / 127.0)
+            peak = tl.broadcast_to(peak[None, :, None], [ROWS // 8, 4, 2]).reshape([ROWS])[:, None]
+            tl.store(NORM + tile, tl.sqrt(tl.max(tl.sum(x * x, 1), 0)))
+        else:
+            peak = tl.max(tl.max(tl.abs(x), 1), 0) + tl.sum(tl.sum(x * 0.0, 1), 0)
+            tl.store(SCALE + tile, peak / 127.0)
         tl.store(Y + stored * DP + cols[None, :], _round(x * _inverse(peak)))
     else:
         peak = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
@@ -214,9 +242,9 @@ def quantize(
     rotated = min(padded, 128)
     blocks = triton.cdiv(kv_len, config.block_n)
     empty = functools.partial(torch.empty, device=query.device)
-    bias, anchor, strides, bias_rows = None, None, (0, 0), 1
+    bias, anchor, live, strides, bias_rows = None, None, None, (0, 0), 1
     if attn_mask is not None:
-        bias, anchor = _prepare(attn_mask, kv_len, blocks * config.block_n)
+        bias, anchor, live = _prepare(attn_mask, kv_len, config)
         strides = row_strides(bias)
         bias_rows = group if bias.shape[1] > 1 else 1
     shift = empty((batch, kv_heads, padded), dtype=torch.float32)
@@ -228,11 +256,13 @@ def quantize(
         bias_rows, *key.stride()[:3], *strides, ROWS=128 if padded <= 128 else 64, num_warps=8, **shared,
     )  # fmt: skip
     key8 = empty((batch, kv_heads, blocks * config.block_n, padded), dtype=torch.int8)
-    key_scale = empty((batch, kv_heads, blocks), dtype=torch.float32)
+    key_scale = empty((batch, kv_heads, blocks, 4) if config.gluon else (batch, kv_heads, blocks), dtype=torch.float32)
+    key_norm = empty((batch, kv_heads, blocks), dtype=torch.float32) if config.gluon else None
+    norm = key_norm if key_norm is not None else key_scale
     _quantize[(blocks, batch * kv_heads)](
-        key, shift, rotation, mask, key8, key_scale, key_scale, 1.0, 1.0, kv_len, kv_heads, 1, bias_rows,
-        *key.stride()[:3], *strides,
-        ROWS=config.block_n, IS_KEY=True, HAS_LSE=False, UPCAST=interpreting(), num_warps=8, **shared,
+        key, shift, rotation, mask, key8, key_scale, norm, key_scale, 1.0, 1.0, kv_len, kv_heads, 1, bias_rows,
+        *key.stride()[:3], *strides, ROWS=config.block_n, IS_KEY=True, GROUPED=config.gluon, HAS_LSE=False,
+        UPCAST=interpreting(), num_warps=8, **shared,
     )  # fmt: skip
     query8 = empty((batch, heads, q_len, padded), dtype=torch.int8)
     query_scale = empty((batch, heads, q_len), dtype=torch.float32)
@@ -240,26 +270,34 @@ def quantize(
     shared["HAS_BIAS"] = False
     rows = 64 if padded <= 128 else 32
     _quantize[(triton.cdiv(q_len, rows), batch * heads)](
-        query, shift, rotation, shift, query8, query_scale, lse_term if lse_term is not None else shift,
+        query, shift, rotation, shift, query8, query_scale, shift, lse_term if lse_term is not None else shift,
         scale * LOG2E / rotated, scale / rotated, q_len, heads, group, 1, *query.stride()[:3], 0, 0,
-        ROWS=rows, IS_KEY=False, HAS_LSE=lse, UPCAST=interpreting(), num_warps=8, **shared,
+        ROWS=rows, IS_KEY=False, GROUPED=False, HAS_LSE=lse, UPCAST=interpreting(), num_warps=8, **shared,
     )  # fmt: skip
-    return Quantized(query8, query_scale, key8, key_scale, bias, anchor, lse_term)
+    return Quantized(query8, query_scale, key8, key_scale, bias, anchor, lse_term, key_norm, live)
 
 
-def _prepare(attn_mask: torch.Tensor, kv_len: int, padded_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """attn_mask -> (bias, anchor) as in Quantized; rows that are views of one another (stride 0) are read once."""
+def _prepare(
+    attn_mask: torch.Tensor, kv_len: int, config: Config
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """attn_mask -> (bias, anchor, live) as in Quantized; rows that are views of one another are read once."""
+    tiles = triton.cdiv(kv_len, config.block_n)
+    padded_len = tiles * config.block_n
     rows = [1 if attn_mask.stride(axis) == 0 else attn_mask.shape[axis] for axis in (0, 1)]
     strides = [attn_mask.stride(axis) if attn_mask.shape[axis] > 1 else 0 for axis in (0, 1, 3)]
     bias = torch.empty((*rows, padded_len), dtype=torch.float32, device=attn_mask.device)
     anchor = torch.empty((*rows, 2), dtype=torch.float32, device=attn_mask.device)
+    live = None
+    if config.gluon:
+        live = torch.empty((*rows, 1 + tiles), dtype=torch.int32, device=attn_mask.device)
     is_bool = attn_mask.dtype == torch.bool
     block = min(4096, triton.next_power_of_2(padded_len))
     _prepare_bias[(rows[0] * rows[1],)](
-        attn_mask.view(torch.uint8) if is_bool else attn_mask, bias, anchor, kv_len, padded_len, rows[1], *strides,
-        IS_BOOL=is_bool, BLOCK=block, num_warps=8,
+        attn_mask.view(torch.uint8) if is_bool else attn_mask, bias, anchor, live if live is not None else anchor,
+        kv_len, padded_len, rows[1], *strides,
+        IS_BOOL=is_bool, BLOCK=block, TILE=config.block_n, HAS_LIVE=live is not None, num_warps=8,
     )  # fmt: skip
-    return bias, anchor
+    return bias, anchor, live
 
 
 def row_strides(bias: torch.Tensor) -> tuple[int, int]:
