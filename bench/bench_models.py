@@ -21,20 +21,19 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import full_models
+import model_steps
 import pipelines
 import torch
 import torch.nn.functional as functional
 from records import RESULTS, Invocation, commit_here, table
-from timing import Effort, Run, Timing, interleaved
+from timing import Effort, Run
 
 import sdpa_router
-from sdpa_router.testing import BUDGET, relative_error
+from sdpa_router.testing import BUDGET
 
 tqdm: Any = importlib.import_module("tqdm").tqdm
 diffusers = pipelines.diffusers
@@ -155,7 +154,7 @@ def run_overhead(options: argparse.Namespace, invocation: Invocation) -> int:
         if invocation.device.type == "cpu":
             native, ours, ratio = _in_turns(runs)
         else:
-            times = _timed(runs, invocation.device, Effort(1500.0, 10, 200))
+            times = model_steps.timed(runs, invocation.device, Effort(1500.0, 10, 200))
             native, ours = times["native"].ms, times["enabled"].ms
             ratio = ours / native
         invocation.write({"kind": "overhead", "model": name, "ms": native, "enabled_ms": ours, "ratio": ratio})
@@ -183,149 +182,14 @@ def _in_turns(runs: dict[str, Run], rounds: int = 100) -> tuple[float, float, fl
     return median(taken["native"]), median(taken["enabled"]), median(ratios)
 
 
-def _timed(runs: dict[str, Run], device: torch.device, effort: Effort) -> dict[str, Timing]:
-    times: dict[str, Timing] = {}
-    for name, timing in interleaved(runs, device, effort).items():
-        if isinstance(timing, Exception):
-            raise timing
-        times[name] = timing
-    return times
-
-
-class Steps:
-    """The full-width run of one model: builds, checks, times eager steps, then compiled ones."""
-
-    def __init__(self, name: str, options: argparse.Namespace, invocation: Invocation, bar: Any) -> None:
-        self.options = options
-        self.invocation = invocation
-        self.device = invocation.device
-        self.bar = bar
-        self.full: full_models.Full = self.stage(
-            f"{name}: building", lambda: full_models.build(name, self.device, torch.bfloat16, options.tiny)
-        )
-        self.native_latents: torch.Tensor | None = None
-
-    def stage(self, text: str, work: Callable[[], Any]) -> Any:
-        self.bar.set_description(text)
-        done = work()
-        self.bar.update()
-        return done
-
-    def context(self, impl: str) -> AbstractContextManager[object]:
-        return sdpa_router.route(log=False) if impl == "routed" else nullcontext()
-
-    def step(self) -> torch.Tensor:
-        return self.full.velocity(self.full.noise, 1.0)
-
-    def denoised(self, impl: str) -> torch.Tensor:
-        with self.context(impl):
-            return self.full.denoise(self.options.steps)
-
-    def run(self, variant: str) -> list[dict[str, Any]]:
-        """Check and time native and routed steps, eager or compiled; write their lines."""
-        name = f"{self.full.name} {variant}"
-        rows: dict[str, dict[str, Any]] = {}
-        for impl in ("native", "routed"):
-            began = time.monotonic()
-            with sdpa_router.record() as seen:
-                latents = self.stage(f"{name} {impl}: denoising", functools.partial(self.denoised, impl))
-            if self.native_latents is None:
-                self.native_latents = latents
-            calls: Counter[str] = Counter()
-            for record in seen.records:
-                calls[", ".join((record["backend"], *record["reasons"]))] += record["count"]
-            rows[impl] = {
-                "kind": "step",
-                "model": self.full.name,
-                "tokens": self.full.tokens,
-                "variant": variant,
-                "impl": impl,
-                "psnr": None if latents is self.native_latents else full_models.psnr(latents, self.native_latents),
-                "error": relative_error(latents, self.native_latents),
-                "steps": self.options.steps,
-                "calls": dict(calls),
-                "phase": seen.records[0]["phase"] if seen.records else None,
-                "first_s": time.monotonic() - began,
-            }
-        if variant == "eager":
-            for impl, row in rows.items():
-                row["attention_ms"] = self.stage(f"{name} {impl}: attention share", functools.partial(self.share, impl))
-        runs = {impl: Run(self.step, functools.partial(self.context, impl)) for impl in rows}
-        effort = Effort(self.options.budget_ms, 5, 30)
-        times = self.stage(f"{name}: timing", lambda: _timed(runs, self.device, effort))
-        for impl, row in rows.items():
-            row.update(step_ms=times[impl].ms, spread=times[impl].spread, repeats=times[impl].repeats)
-            if "attention_ms" in row:
-                row["attention_share"] = row["attention_ms"] / row["step_ms"]
-        return [self.invocation.write(row) for row in rows.values()]
-
-    def share(self, impl: str) -> float:
-        with self.context(impl):
-            return full_models.attention_ms(self.step, self.device)
-
-
-def run_steps(options: argparse.Namespace, invocation: Invocation) -> int:
-    """Full-width models; compiled ones only before the deadline, as compiling is what takes long."""
-    ends = time.monotonic() + options.deadline
-    rows: list[dict[str, Any]] = []
-    names = options.models or list(full_models.FULL)
-    with tqdm(total=len(names) * 9, disable=None) as bar:
-        for name in names:
-            steps = Steps(name, options, invocation, bar)
-            rows += steps.run("eager")
-            if time.monotonic() + options.compile_s > ends:
-                print(f"{name}: not compiled, the deadline is too near", flush=True)
-                bar.update(3)
-            else:
-                steps.full.model.compile_repeated_blocks(fullgraph=True)
-                rows += steps.run("compiled")
-            del steps
-            if invocation.device.type == "cuda":
-                torch.cuda.empty_cache()
-    print(table(STEP_COLUMNS, [_step_cells(row, rows) for row in rows]))
-    return 0
-
-
-STEP_COLUMNS = (
-    "model",
-    "tokens",
-    "variant",
-    "impl",
-    "step ms",
-    "+-",
-    "speedup",
-    "attention ms",
-    "share",
-    "PSNR dB",
-    "calls",
-)
-
-
-def _step_cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    beside = (row["model"], row["variant"], "native")
-    native = next(other for other in rows if (other["model"], other["variant"], other["impl"]) == beside)
-    attention = row.get("attention_ms")
-    return (
-        row["model"],
-        str(row["tokens"]),
-        row["variant"],
-        row["impl"],
-        f"{row['step_ms']:.2f}",
-        f"{row['spread']:.1%}",
-        f"{native['step_ms'] / row['step_ms']:.3f}",
-        "-" if attention is None else f"{attention:.2f}",
-        "-" if attention is None else f"{row['attention_share']:.1%}",
-        "-" if row["psnr"] is None else f"{row['psnr']:.1f}",
-        "; ".join(f"{count} {codes}" for codes, count in row["calls"].items()) or "-",
-    )
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--table", dest="run", action="store_const", const=run_table, help="routed and native calls")
-    what.add_argument("--gpu", dest="run", action="store_const", const=run_steps, help="steps of full-width models")
+    what.add_argument(
+        "--gpu", dest="run", action="store_const", const=model_steps.run, help="steps of full-width models"
+    )
     what.add_argument("--overhead", dest="run", action="store_const", const=run_overhead, help="what enabling costs")
     parser.add_argument("--models", default=None, help="names, separated by commas; all by default")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
@@ -337,7 +201,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", default=None, help="recorded where this is no git checkout")
     parser.add_argument("--out", type=Path, default=RESULTS / "models.jsonl")
     options = parser.parse_args(arguments)
-    known = list(full_models.FULL if options.run is run_steps else pipelines.BUILDS)
+    known = list(full_models.FULL if options.run is model_steps.run else pipelines.BUILDS)
     options.models = options.models.split(",") if options.models else None
     if unknown := [name for name in options.models or [] if name not in known]:
         parser.error(f"unknown model {unknown[0]!r}; accepted: {', '.join(known)}")

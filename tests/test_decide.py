@@ -170,7 +170,8 @@ def test_the_interpreter_takes_cpu_tensors_of_any_length(monkeypatch):
 
 def crossovers(monkeypatch, queries, masked, unmasked):
     pair = (Crossover(queries, masked, unmasked), Crossover(1, 1, 1))
-    monkeypatch.setattr(limits, "_CROSSOVERS", {(9, 0): pair})
+    monkeypatch.setattr(limits, "_HOPPER", pair)
+    monkeypatch.setattr(limits, "_hopper_kernel", lambda head_dim: True)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,12 @@ def crossovers(monkeypatch, queries, masked, unmasked):
 def test_the_crossover_counts_queries_and_keys_by_head_dim_and_mask(monkeypatch, given, expected):
     crossovers(monkeypatch, 100, 150, 200)
     assert codes(given, Settings()) == expected
+
+
+def test_hopper_without_its_kernel_has_a_crossover_of_its_own(monkeypatch):
+    monkeypatch.setattr(limits, "_hopper_kernel", lambda head_dim: False)
+    assert codes(call(q=(1, 4, 8192, 64), k=(1, 4, 8192, 64)), Settings()) == [Code.SHORT]
+    assert codes(call(q=(1, 4, 8192, 64), k=(1, 4, 8192, 64), mask=key_mask()), Settings()) == []
 
 
 def test_where_nothing_pays_the_reason_says_so(monkeypatch):

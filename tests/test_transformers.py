@@ -293,7 +293,8 @@ def test_gradients_are_those_of_torch():
         model(ids).last_hidden_state.square().mean().backward()
         return model.encoder.layer[0].attention.self.query.weight.grad.clone()
 
-    assert torch.equal(gradient(NAME), gradient("sdpa"))
+    # Torch's own backward is not deterministic on every GPU.
+    assert testing.relative_error(gradient(NAME), gradient("sdpa")) < 1e-5
 
 
 class OwnAttention(nn.Module):
@@ -337,17 +338,29 @@ def test_an_unsupported_version_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_compiled_in_one_graph(padded):
-    model, ids = build("Bert", num_hidden_layers=1), tokens()
-    inputs = {"input_ids": ids, "attention_mask": attend(RIGHT if padded else [], ids)}
-    native, _, _ = native_and_routed(model, **inputs)
+def test_compiled_in_one_graph_for_all_lengths(padded):
+    from torch._inductor.compile_fx import compile_fx
+
+    graphs = []
+
+    def inductor(graph, inputs):
+        graphs.append(sum("sdpa_router.int8_attention" in str(node.target) for node in graph.graph.nodes))
+        return compile_fx(graph, inputs)
+
+    model = build("Bert", num_hidden_layers=1)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True)
-    with torch.no_grad(), sdpa_router.record() as seen:
-        out = compiled(**inputs).last_hidden_state
-    assert [(record["backend"], record["phase"]) for record in seen.records] == [("int8", "trace")]
-    valid = inputs["attention_mask"].bool()
-    assert testing.relative_error(out[valid], native[valid]) < BUDGET
+    compiled = torch.compile(model, fullgraph=True, backend=inductor)
+    for length in (40, 56, 72, 104, 88):
+        ids = tokens(length=length)
+        inputs = {"input_ids": ids, "attention_mask": attend(RIGHT if padded else [], ids)}
+        native, _, _ = native_and_routed(model, **inputs)
+        with torch.no_grad(), sdpa_router.record() as seen:
+            out = compiled(**inputs).last_hidden_state
+        assert {(record["backend"], record["phase"]) for record in seen.records} <= {("int8", "trace")}
+        valid = inputs["attention_mask"].bool()
+        assert testing.relative_error(out[valid], native[valid]) < BUDGET
+    # One more where a length becomes a variable.
+    assert graphs in ([1], [1, 1])
 
 
 def test_import_loads_no_transformers():

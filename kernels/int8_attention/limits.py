@@ -100,19 +100,26 @@ class Crossover(NamedTuple):
     unmasked: int | None
 
 
-# By compute capability; head_dim up to 64, and above. Eager calls, quantisation included. sm_90: on an H200 (the
-# crossover cases of bench/bench_attention.py, bench/results/attention.jsonl). torch is slower under a mask.
-_CROSSOVERS = {
-    (9, 0): (Crossover(2048, 4096, None), Crossover(2048, 4608, None)),
-}
+# head_dim up to 64, and above; eager calls, quantisation included. torch is slower under a mask.
+# The Hopper kernel on an H200: the crossover cases of bench/bench_attention.py in bench/results/attention.jsonl.
+_HOPPER = (Crossover(2048, 3072, 8192), Crossover(2048, 3072, 4608))
+# The portable kernel on an H200: as fast as torch's without a mask, but for what quantisation costs.
+_HOPPER_PORTABLE = (Crossover(2048, 4096, None), Crossover(2048, 4608, None))
 # Elsewhere nothing was measured. int8 products are 2 to 4 times as fast as 16-bit ones there, so this is conservative.
-_CROSSOVER_ELSEWHERE = (Crossover(2048, 4096, 4096), Crossover(2048, 4096, 4096))
+_ELSEWHERE = (Crossover(2048, 4096, 4096), Crossover(2048, 4096, 4096))
 
 
 def crossover(device: torch.device, head_dim: int) -> Crossover:
     """The crossover on `device`; one that is no GPU (a meta tensor's) stands for the current GPU, if there is one."""
-    pair = _CROSSOVER_ELSEWHERE
+    pair = _ELSEWHERE
     if torch.cuda.is_available() and not torch.version.hip:
         capability = torch.cuda.get_device_capability(device if device.type == "cuda" else None)
-        pair = _CROSSOVERS.get(capability, pair)
+        if capability == (9, 0):
+            pair = _HOPPER if _hopper_kernel(head_dim) else _HOPPER_PORTABLE
     return pair[head_dim > 64]
+
+
+def _hopper_kernel(head_dim: int) -> bool:
+    from .configs import HOPPER_GLUON, hopper_unavailable, padded_head_dim
+
+    return padded_head_dim(head_dim) in HOPPER_GLUON and hopper_unavailable() is None
