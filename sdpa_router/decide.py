@@ -88,8 +88,8 @@ def _arguments(call: Call, pv: str) -> Iterator[Reason]:
         yield Reason(Code.ARGUMENT, f"enable_gqa of type {type(call.enable_gqa).__name__}", "a bool")
     if call.scale is not None and not isinstance(call.scale, (int, float)):
         yield Reason(Code.ARGUMENT, f"scale of type {type(call.scale).__name__}", "a number or None")
-    elif call.scale is not None and not -torch.inf < call.scale < torch.inf:
-        yield Reason(Code.ARGUMENT, "a scale that is not finite", "a finite one")
+    elif call.scale is not None and not -LIMITS.max_scale <= call.scale <= LIMITS.max_scale:
+        yield Reason(Code.ARGUMENT, "a scale that is not finite or too large", f"one of at most {LIMITS.max_scale:g}")
     if not isinstance(call.dropout_p, (int, float)):
         yield Reason(Code.ARGUMENT, f"dropout_p of type {type(call.dropout_p).__name__}", "a number")
     elif call.dropout_p != 0:

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from . import run
 from .decide import Call, decide, needs_mask_cast, reasons_against
 from .decision import Decision, UnsupportedError
+from .kernels.int8_attention.limits import LIMITS
 from .record import Sighting, known, plain_number, recent, sight
 from .settings import settings_of, skipping
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 # Bound here because the way of every call leads past them.
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (float, int)
-_INFINITY = float("inf")
+_MAX_SCALE = LIMITS.max_scale
 _GUARDS = 4
 _recall = known.get
 _recall_recent = recent.get
@@ -97,7 +98,7 @@ def _dispatch_by_signature(state: tuple[Any, ...], attention: run.Attention, cal
         type(query) in _TENSORS and type(key) in _TENSORS and type(value) in _TENSORS
         and (attn_mask is None or type(attn_mask) in _TENSORS)
         and type(dropout_p) in _NUMBERS and type(is_causal) is bool and type(enable_gqa) is bool
-        and (scale is None or (type(scale) in _NUMBERS and -_INFINITY < scale < _INFINITY))
+        and (scale is None or (type(scale) in _NUMBERS and -_MAX_SCALE <= scale <= _MAX_SCALE))
         and _functorch_level() is None and forward_ad._current_level < 0
     ):  # fmt: skip
         try:

@@ -300,3 +300,14 @@ def test_importing_is_light():
 def test_public_names():
     for name in sdpa_router.__all__:
         assert getattr(sdpa_router, name).__doc__
+
+
+def test_a_huge_scale_after_a_small_one_goes_to_torch(device):
+    q, k, v = inputs(device)
+    with route(min_kv=0), sdpa_router.record() as seen:
+        F.scaled_dot_product_attention(q, k, v, scale=0.1)
+        huge = F.scaled_dot_product_attention(q, k, v, scale=1e38)
+        F.scaled_dot_product_attention(q, k, v, scale=0.1)
+    native = F.scaled_dot_product_attention(q, k, v, scale=1e38)
+    torch.testing.assert_close(huge, native, rtol=0, atol=0, equal_nan=True)
+    assert sorted((record["backend"], record["count"]) for record in seen.records) == [("int8", 2), ("sdpa", 1)]

@@ -98,6 +98,8 @@ TABLE = {
     "scale text": ([Code.ARGUMENT], call(scale="1")),
     "infinite scale": ([Code.ARGUMENT], call(scale=float("-inf"))),
     "nan scale": ([Code.ARGUMENT], call(scale=float("nan"))),
+    "huge scale": ([Code.ARGUMENT], call(scale=1e38)),
+    "scale of 400 digits": ([Code.ARGUMENT], call(scale=-(10**400))),
     "is_causal number": ([Code.ARGUMENT], call(is_causal=1)),
     "enable_gqa None": ([Code.ARGUMENT], call(enable_gqa=None)),
     "causal and mask": ([Code.CAUSAL_WITH_MASK], call(mask=key_mask(), is_causal=True)),

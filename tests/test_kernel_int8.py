@@ -236,6 +236,7 @@ def test_buffers_and_layout_of_the_answer():
     query, key, value = draw(1, 3, 3, 33, 65, 40)
     plain = int8_attention(query, key, value)
     assert plain.is_contiguous()
+    assert int8_attention(query[:, :1].expand_as(query), key, value).is_contiguous()
     inside = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert int8_attention(inside, key, value).transpose(1, 2).is_contiguous()
     out = torch.full((1, 33, 3, 48), math.nan, dtype=query.dtype, device=DEVICE)[..., :40].transpose(1, 2)

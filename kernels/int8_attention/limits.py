@@ -17,12 +17,14 @@ class Limits:
     """Limits of the kernel as data.
 
     dtypes: of query, key and value.  max_head_dim: the largest head_dim; smaller ones are padded inside the kernel.
+    max_scale: the largest softmax scale of either sign for which float32 holds every score of finite fp16 inputs.
     pv: names of the P @ V modes.  min_capability: the oldest CUDA compute capability.  hip_archs: AMD architectures
     that the kernel compiles for.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     max_head_dim: int = 256
+    max_scale: float = 2.0**20
     pv: tuple[str, ...] = ("auto", "16bit")
     min_capability: tuple[int, int] = (8, 0)
     hip_archs: tuple[str, ...] = ("gfx942", "gfx950", "gfx1100", "gfx1201")

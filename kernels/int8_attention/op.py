@@ -31,9 +31,9 @@ _LIBRARY.define(
 
 
 def _empty_out(query: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs like SDPA's: heads stay inside the sequence in memory where the query has them there."""
+    """Outputs like SDPA's: heads lie inside the sequence in memory where the query has them there."""
     batch, heads, q_len, head_dim = query.shape
-    if query.stride(1) < query.stride(2):
+    if 0 < query.stride(1) < query.stride(2):
         out = query.new_empty((batch, q_len, heads, head_dim)).transpose(1, 2)
     else:
         out = query.new_empty((batch, heads, q_len, head_dim))
