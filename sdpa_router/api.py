@@ -7,9 +7,10 @@ from typing import Literal, overload
 import torch
 
 from . import run
+from .buffers import check_buffer, check_memory
 from .decide import Call, decide, decide_kernel, kernel_against
-from .decision import Decision, show
-from .dispatch import Turn, dispatch, refuse
+from .decision import Decision
+from .dispatch import Turn, dispatch, refuse, under_foreign_mode
 from .kernels.int8_attention.limits import unavailable
 from .patch import as_if_absent
 from .settings import active_name, settings_of
@@ -43,7 +44,7 @@ def scaled_dot_product_attention(
     if not isinstance(answer, Turn):
         return answer
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if answer is Turn.UNUSUAL:
+    if answer is Turn.UNUSUAL or (not torch.compiler.is_dynamo_compiling() and under_foreign_mode()):
         return as_if_absent(torch_attention, call[:6], {"scale": scale, "enable_gqa": enable_gqa})
     return run.native(call, torch_attention, cast_mask=False)
 
@@ -102,9 +103,11 @@ def int8_attention(
     [1 or B, 1 or H, 1, 1 or K] or expanded from it: bool (True = keep), float32 or the query's dtype (added).
     Returns out [B, H, Q, D] in the query's dtype, or with return_lse (out, lse): lse is float32 [B, H, Q], the natural
     logarithm of the sum over keys of exp(scale * q . k + bias), -inf for a row without a key, whose out is 0.
-    out and lse: buffers to fill; a given lse is filled also without return_lse.
+    out and lse: buffers to fill, which share no memory with each other or an argument and require no gradient; a given
+    lse is filled also without return_lse.
     pv: "auto" or "16bit".  NaN or +inf in the mask gives NaN in the rows that see it.
-    Raises UnsupportedError with every reason before anything runs, ValueError for buffers that don't fit.
+    SDPA_ROUTER=0 in the environment changes nothing here. Raises UnsupportedError with every reason before anything
+    runs, ValueError for buffers that don't fit and TypeError for those that are no tensors.
 
     >>> out, lse = int8_attention(query, key, value, key_bias[None, None, None, :], return_lse=True)
     """
@@ -116,12 +119,13 @@ def int8_attention(
         answer = run.int8(query, key, value, attn_mask, is_causal, scale, pv, return_lse=return_lse)
         return answer if return_lse else answer[0]
     if out is not None:
-        _check_buffer("out", out, query, query.shape, query.dtype)
-    else:
-        out = torch.empty_like(query)
+        check_buffer("out", out, query, query.shape, query.dtype)
     if lse is not None:
-        _check_buffer("lse", lse, query, query.shape[:3], torch.float32)
-    elif return_lse:
+        check_buffer("lse", lse, query, query.shape[:3], torch.float32)
+    check_memory(call, out, lse)
+    if out is None:
+        out = run.empty_outputs(query, lse=False)[0]
+    if lse is None and return_lse:
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     run.int8_into(call, pv, out, lse)
     return out if lse is None or not return_lse else (out, lse)
@@ -151,19 +155,16 @@ def explain(
 
 
 def is_available(device: torch.device | str | int | None = None) -> bool:
-    """Whether the int8 kernel runs on `device`, by default the current GPU, or the CPU if there is none."""
+    """Whether the int8 kernel runs on `device`, by default the current GPU, or the CPU if there is none.
+
+    False for a device that doesn't exist here. SDPA_ROUTER=0 in the environment changes nothing here.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return unavailable(torch.device(device)) is None
-
-
-def _check_buffer(name: str, buffer: torch.Tensor, query: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-    fits = buffer.shape == shape and buffer.dtype == dtype and buffer.device == query.device
-    spread = [stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True) if size > 1]
-    contiguous = len(shape) == 3 or shape[-1] == 1 or buffer.stride(-1) == 1  # lse may have any strides
-    if not fits or not contiguous or 0 in spread:
-        layout = "strides other than 0" if len(shape) == 3 else "a contiguous last axis"
-        raise ValueError(
-            f"{name} is {show(buffer.dtype)} {show(buffer.shape)} with strides {show(buffer.stride())} on "
-            f"{buffer.device}; accepted: {show(dtype)} {show(shape)} with {layout} on {query.device}"
-        )
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        return False
+    if found.type == "cuda" and found.index is not None and found.index >= torch.cuda.device_count():
+        return False
+    return unavailable(found) is None

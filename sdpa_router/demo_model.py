@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sdpa_router import disable, enable, record
 from sdpa_router.info import environment
-from sdpa_router.terminal import console, facts, show, table, verdict
+from sdpa_router.terminal import Stdout, console, facts, show, table, verdict
 
 SENTENCES = (
     "A log-sum-exp lets two halves of an attention window be merged without an approximation.",
@@ -44,7 +44,7 @@ class ModelRow:
         return self.cosine >= MIN_COSINE
 
 
-def run_demo_model(device: str, json_file: Path | None = None) -> int:
+def run_demo_model(device: str, json_file: Path | Stdout | None = None) -> int:
     """Embed sentences with and without the router, print both, and return 1 if an embedding turned away."""
     started = time.perf_counter()
     model, tokenizer = load(device)

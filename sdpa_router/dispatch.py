@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from . import run
 from .decide import Call, decide, needs_mask_cast, reasons_against
-from .decision import Decision, UnsupportedError
+from .decision import Code, Decision, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
 from .record import Sighting, known, plain_number, recent, sight
-from .settings import settings_of, skipping
+from .settings import settings_of, skipping, skips
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -35,6 +36,7 @@ _recall = known.get
 _recall_recent = recent.get
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
+_modes = torch._C._len_torch_function_stack
 _any_autocast = torch._C._is_any_autocast_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
@@ -77,8 +79,8 @@ def dispatch(
             if numbers == state and (
                 check(query, key, value) if attn_mask is None else check(query, key, value, attn_mask)
             ):
-                sighting.tick()
                 if sighting.as_given:
+                    sighting.tick()
                     return Turn.TORCH
                 return _answer(
                     sighting, attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -92,7 +94,7 @@ def _dispatch_by_signature(state: tuple[Any, ...], attention: run.Attention, cal
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     sighting, skipped = None, False
     if name in skipping:
-        skipped = bool(settings_of(name).skip(call))  # type: ignore[misc]
+        skipped = skips(settings_of(name), call)
     signature: Hashable = None
     if (
         type(query) in _TENSORS and type(key) in _TENSORS and type(value) in _TENSORS
@@ -118,8 +120,8 @@ def _dispatch_by_signature(state: tuple[Any, ...], attention: run.Attention, cal
         sighting = _judge(call, name, skipped, signature)
     if signature is not None and name not in skipping and not _any_autocast():
         _guard(state, sighting, (query, key, value) if attn_mask is None else (query, key, value, attn_mask))
-    sighting.tick()
     if sighting.as_given:
+        sighting.tick()
         return Turn.TORCH if signature is not None else Turn.UNUSUAL
     return _answer(sighting, attention, *call)
 
@@ -151,12 +153,42 @@ def _answer(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
+    if _modes() and under_foreign_mode() and not torch.compiler.is_compiling():  # export has a mode of its own
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _answer_under_mode(sighting, attention, call)
+    sighting.tick()
     if not sighting.decision.reasons:
         return run.int8(query, key, value, attn_mask, is_causal, scale, sighting.settings.pv)[0]
     if sighting.settings.on_unsupported == "raise":
         raise UnsupportedError(sighting.decision)
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return run.native(call, attention, cast_mask=True)
+
+
+def under_foreign_mode() -> bool:
+    """Whether a TorchFunctionMode other than torch.device() as a context is on: it may answer in torch's place."""
+    stack = map(torch._C._get_function_stack_at, range(_modes()))
+    return any(type(mode) is not DeviceContext for mode in stack)
+
+
+def _answer_under_mode(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tensor:
+    """Let the mode have the call, as a call of torch's function; the int8 operator would bypass it."""
+    from .patch import as_if_absent
+
+    decision, settings = sighting.decision, sighting.settings
+    if decision.routed:
+        notes = (Reason(Code.MASK_CAST, torch.float32, call.query.dtype),) if needs_mask_cast(call) else ()
+        reasons = (Reason(Code.FUNCTORCH, "a TorchFunctionMode", "plain calls"),)
+        refused = Decision(Route.SDPA, decision.mask, reasons, notes)
+        sighting = sight(("mode", sighting), call, refused, settings)
+    sighting.tick()
+    if settings.on_unsupported == "raise":
+        raise UnsupportedError(sighting.decision)
+
+    def visibly(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return as_if_absent(attention, args, kwargs)
+
+    return run.native(call, visibly, cast_mask=needs_mask_cast(call))
 
 
 def _judge(call: Call, name: str, skipped: bool, signature: Hashable) -> Sighting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ _DTYPES = {
     "fp64": torch.float64,
 }
 _MASK_DTYPES = {"bool": torch.bool, **_DTYPES}
+_MAX_ELEMENTS = 2**56  # torch counts bytes in 63 bits
 # Each kind as (expand to every query, sizes) in terms of B, H, Q, K.
 _MASKS = {
     "none": "",
@@ -39,6 +41,10 @@ def shape(text: str) -> tuple[int, ...]:
     sizes = text.replace("x", ",").split(",")
     if not all(size.strip().isdecimal() for size in sizes):
         raise argparse.ArgumentTypeError(f"given {text!r}, accepted: whole numbers with commas, like 1,24,4096,128")
+    # The digits first: Python refuses to read a number of thousands of them.
+    if any(len(size.strip()) > len(str(_MAX_ELEMENTS)) for size in sizes) or math.prod(map(int, sizes)) > _MAX_ELEMENTS:
+        shown = text if len(text) < 60 else text[:60] + "..."
+        raise argparse.ArgumentTypeError(f"given {shown!r}, accepted: sizes whose product is at most 2**56")
     return tuple(int(size) for size in sizes)
 
 
@@ -102,6 +108,8 @@ def _make_mask(
             f"given --mask {kind} with {len(query)} and {len(key)} sizes in --q and --k, accepted: 4 and 4"
         )
     sizes = dict(zip("BHQK", (*query[:3], key[2]), strict=True))
+    if math.prod(sizes.values()) > _MAX_ELEMENTS:
+        raise ValueError(f"given --mask {kind} for {math.prod(sizes.values())} elements, accepted: at most 2**56")
     made = torch.empty([sizes.get(name, 1) for name in _MASKS[kind].split(",")], dtype=dtype, device="meta")
     return made.expand(tuple(sizes.values())) if kind == "expanded" else made
 

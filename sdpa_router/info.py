@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from sdpa_router import __version__
+from sdpa_router.decide import switched_off
 from sdpa_router.decision import Code, Reason
 from sdpa_router.kernels.int8_attention.configs import kernel_name, why_portable
 from sdpa_router.kernels.int8_attention.limits import LIMITS, unavailable
@@ -65,8 +66,9 @@ def why_not(device: torch.device) -> str | None:
 def _device_facts(device: torch.device) -> dict[str, Any]:
     why = why_not(device)
     facts: dict[str, Any] = {"device": str(device), "name": platform.machine(), "int8": why is None, "why": why}
-    if why is None and os.environ.get("SDPA_ROUTER") == "0":
-        facts.update(int8=False, why=Reason(Code.DISABLED, "SDPA_ROUTER=0", "any other value, or none").detail)
+    off = switched_off()
+    if why is None and off is not None:
+        facts.update(int8=False, why=Reason(Code.DISABLED, off, "any other value, or none").detail)
     facts["kernel"] = _kernel(device) if facts["int8"] else None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

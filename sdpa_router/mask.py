@@ -17,7 +17,7 @@ def classify_mask(attn_mask: torch.Tensor | None, batch: int, heads: int, q_len:
 
     PER_KEY: after broadcasting, the query axis has size 1 or stride 0, whatever batch, heads and keys do.
     FULL: a row for each query in memory, even if all rows are equal: finding out would synchronise the GPU.
-    INVALID: not a tensor, or it doesn't broadcast to these four sizes. Dtypes are judged by decide().
+    INVALID: not a dense tensor, or it doesn't broadcast to these four sizes. Dtypes are judged by decide().
 
     >>> classify_mask(torch.zeros(1, 1, 1, 512), 1, 8, 4096, 512).kind
     <MaskKind.PER_KEY: 'per_key'>
@@ -26,6 +26,8 @@ def classify_mask(attn_mask: torch.Tensor | None, batch: int, heads: int, q_len:
         return MaskInfo(MaskKind.NONE, "no mask")
     if not isinstance(attn_mask, torch.Tensor):
         return MaskInfo(MaskKind.INVALID, "not a tensor")
+    if attn_mask.is_nested or attn_mask.layout != torch.strided:
+        return MaskInfo(MaskKind.INVALID, "a nested or sparse tensor")
     shape, strides = tuple(attn_mask.shape), attn_mask.stride()
     is_bool = attn_mask.dtype == torch.bool
     if len(shape) not in _RANKS:

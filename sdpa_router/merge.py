@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,6 +19,8 @@ def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) 
     >>> right = int8_attention(q, k[:, :, 100:], v[:, :, 100:], return_lse=True)
     >>> out, lse = merge_attention(*zip(left, right))
     """
+    if not (isinstance(outs, Iterable) and isinstance(lses, Iterable)):
+        raise ValueError(f"merge_attention takes sequences of tensors; given {type(outs).__name__}, {type(lses).__name__}")
     outs, lses = list(outs), list(lses)
     _check(outs, lses)
     exact = all(part.dtype == torch.float64 for part in (*outs, *lses))
@@ -36,6 +38,14 @@ def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) 
 def _check(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> None:
     if not outs or len(outs) != len(lses):
         raise ValueError(f"merge_attention takes as many lses as outs, at least one; given {len(outs)} and {len(lses)}")
+    strange = [part for part in (*outs, *lses) if not isinstance(part, torch.Tensor)]
+    if strange:
+        raise ValueError(f"merge_attention takes tensors; given {type(strange[0]).__name__}")
+    if any(part.is_nested or part.layout != torch.strided for part in (*outs, *lses)):
+        raise ValueError("merge_attention takes dense tensors; given nested or sparse ones")
+    devices = {part.device: None for part in (*outs, *lses)}
+    if len(devices) > 1:
+        raise ValueError(f"merge_attention takes tensors on one device; given {', '.join(map(str, devices))}")
     shape = outs[0].shape
     if len(shape) == 0:
         raise ValueError("merge_attention takes outs [..., Q, D]; given a scalar")

@@ -15,10 +15,9 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch.utils._device import DeviceContext
 
 from . import run
-from .dispatch import Turn, dispatch
+from .dispatch import Turn, dispatch, under_foreign_mode
 from .record import judge_anew
 from .settings import OFF, active, traced_as_constant
 
@@ -126,7 +125,7 @@ def _patch_over(previous: run.Attention) -> run.Attention:
             if not isinstance(answer, Turn):
                 return answer
             usual = answer is Turn.TORCH
-        if usual and (_compiling() or not _modes() or _only_set_device()):
+        if usual and (_compiling() or not _modes() or not under_foreign_mode()):
             return previous(*args, **kwargs)
         return as_if_absent(previous, args, kwargs)
 
@@ -143,11 +142,6 @@ def _are_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not (_overridden(args) or (kwargs and _overridden(tuple(kwargs.values())))):
         return True
     return _PLAIN.issuperset(map(type, (*args, *kwargs.values())))
-
-
-def _only_set_device() -> bool:
-    """Whether every TorchFunctionMode is torch.device() as a context: others may answer in torch's place."""
-    return all(type(torch._C._get_function_stack_at(level)) is DeviceContext for level in range(_modes()))
 
 
 def _is_of_the_call_itself(error: TypeError) -> bool:

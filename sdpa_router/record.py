@@ -6,15 +6,18 @@ Under torch.compile and CUDA graphs the counts are traces and captures, not repl
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import itertools
 import json
 import logging
+import math
 import os
 import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -69,9 +72,11 @@ class Sighting:
         return self.decision.route.value, tuple({reason.code.value: None for reason in self.decision.reasons})
 
     def record(self) -> dict[str, Any]:
-        """Return everything but the count, as JSON types."""
+        """Return everything but the count, as types of strict JSON."""
         shown = {name: _show(value) for name, value in self._call.items()}
         mask = shown.pop("attn_mask")
+        if not isinstance(mask, dict):
+            mask = {} if mask is None else {"value": mask}
         file, line, function = self._caller
         return {
             "time": self._time,
@@ -82,7 +87,7 @@ class Sighting:
             "notes": [note.code.value for note in self.decision.notes],
             "detail": str(self.decision),
             "signature": shown,
-            "mask": {"kind": self.decision.mask.kind.value, **(mask or {})},
+            "mask": {"kind": self.decision.mask.kind.value, **mask},
             "caller": f"{file}:{line} {function}",
         }
 
@@ -92,6 +97,7 @@ known: dict[Hashable, Sighting] = {}
 # what was decided.
 recent: dict[int, list[tuple[tuple[Any, ...], Callable[..., bool], Sighting]]] = {}
 _folded: Counter[tuple[str, tuple[str, ...]]] = Counter()
+_open: weakref.WeakSet[Recording] = weakref.WeakSet()
 _lock = threading.RLock()
 _json_broken = False
 
@@ -108,9 +114,11 @@ def sight(key: Hashable, call: Call, decision: Decision, settings: Settings, pha
             judge_anew()
         sighting = known.setdefault(key, made)
     if sighting is made:
-        if settings.log and logger.isEnabledFor(logging.INFO):
-            logger.info("%s at %s:%s %s (%s)", decision, *caller, made.phase)
-        _write_json({"event": "first"}, made)
+        # A call must not fail because it can't be reported, whatever handlers and arguments do.
+        with contextlib.suppress(Exception):
+            if settings.log and logger.isEnabledFor(logging.INFO):
+                logger.info("%s at %s:%s %s (%s)", decision, *caller, made.phase)
+        _write_json({"event": "first"}, made, level + 1)
         if settings.on_unsupported == "warn" and not decision.routed:
             warnings.warn(str(decision), stacklevel=level)
     return sighting
@@ -132,6 +140,8 @@ def reset_stats() -> None:
 
 
 def _forget() -> None:
+    for recording in _open:
+        recording.keep()
     known.clear()
     recent.clear()
 
@@ -153,16 +163,27 @@ class Recording:
 
     def __init__(self) -> None:
         self._before: dict[Sighting, int] = {}
-        self._after: list[tuple[Sighting, int]] | None = None
+        self._forgotten: list[tuple[Hashable, Sighting]] = []
+        self._after: list[tuple[Sighting, int]] | None = []
 
     def __enter__(self) -> Recording:
         with _lock:
             self._before = {sighting: sighting.count for sighting in known.values()}
-        self._after = None
+            self._forgotten = []
+            self._after = None
+            _open.add(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._after = self._counted()
+        with _lock:
+            self._after = self._counted()
+            _open.discard(self)
+            self._before, self._forgotten = {}, []
+
+    def keep(self) -> None:
+        """Hold on to what was called since the context was entered: all decisions are about to be forgotten."""
+        called = [(key, made) for key, made in known.items() if made.count > self._before.get(made, 0)]
+        self._forgotten += called
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -175,9 +196,10 @@ class Recording:
         return [{**sighting.record(), "count": count} for sighting, count in counted]
 
     def table(self) -> str:
-        """Return the records as a text table."""
+        """Return the records as a table in plain text, whatever terminal there is."""
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
 
         table = Table("calls", "backend", "query", "key", "dtype", "mask", "reasons", "phase", "caller")
         for record in self.records:
@@ -192,15 +214,22 @@ class Recording:
                 record["mask"]["kind"],
                 reasons,
             )
-            table.add_row(*map(str, (*cells, record["phase"], record["caller"])))
+            table.add_row(*(Text(str(cell)) for cell in (*cells, record["phase"], record["caller"])))
         text = io.StringIO()
-        Console(file=text, width=200).print(table)
+        plain = {"force_terminal": False, "force_jupyter": False, "force_interactive": False}
+        Console(file=text, width=200, color_system=None, highlight=False, **plain).print(table)
         return text.getvalue()
 
     def _counted(self) -> list[tuple[Sighting, int]]:
+        # A decision that was forgotten and made again is one record.
+        counted: dict[Hashable, tuple[Sighting, int]] = {}
         with _lock:
-            counted = [(sighting, sighting.count - self._before.get(sighting, 0)) for sighting in known.values()]
-        return [(sighting, count) for sighting, count in counted if count > 0]
+            for key, sighting in (*self._forgotten, *known.items()):
+                count = sighting.count - self._before.get(sighting, 0)
+                if count > 0:
+                    first, before = counted.get((key, sighting.outcome), (sighting, 0))
+                    counted[key, sighting.outcome] = first, before + count
+        return list(counted.values())
 
 
 def record() -> Recording:
@@ -238,7 +267,7 @@ def _show(metadata: Any) -> Any:
     if isinstance(metadata, str):
         return {"type": metadata}
     if not isinstance(metadata, tuple):
-        return plain_number(metadata)
+        return _json_number(plain_number(metadata))
     shape, strides, dtype, device = metadata
     shape, strides = ([plain_number(n) for n in numbers] for numbers in (shape, strides))
     return {"shape": shape, "strides": strides, "dtype": show(dtype), "device": str(device)}
@@ -247,6 +276,14 @@ def _show(metadata: Any) -> Any:
 def plain_number(value: Any) -> Any:
     """Return the example value of a symbolic number without making the graph depend on it; other things as they are."""
     return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+
+
+def _json_number(value: Any) -> Any:
+    """Return a number that strict JSON has no form for as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    huge = isinstance(value, int) and value.bit_length() > 64
+    return f"an int of {value.bit_length()} bits" if huge else value
 
 
 def _capturing() -> bool:
@@ -261,19 +298,23 @@ def _caller() -> tuple[int, tuple[str, int, str]]:
     return level, (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
-def _write_json(line: dict[str, Any], sighting: Sighting | None = None) -> None:
+def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: int = 2) -> None:
     """Append to the file that SDPA_ROUTER_JSONL names; a call must not fail because its record can't be written."""
     global _json_broken
     path = os.environ.get("SDPA_ROUTER_JSONL")
     if not path or _json_broken:
         return
     try:
-        text = json.dumps(line if sighting is None else {**line, **sighting.record()})
+        text = json.dumps(line if sighting is None else {**line, **sighting.record()}, allow_nan=False)
         with _lock, open(path, "a", encoding="utf-8") as file:
             file.write(text + "\n")
-    except OSError as error:
+    except Exception as error:
         _json_broken = True
-        warnings.warn(f"SDPA_ROUTER_JSONL={path} can't be written, no more lines follow: {error}", stacklevel=2)
+        complaint = f"SDPA_ROUTER_JSONL={path} can't be written, no more lines follow: {error}"
+        try:
+            warnings.warn(complaint, stacklevel=level)
+        except Warning:  # warnings are errors here
+            logger.warning("%s", complaint)
 
 
 @atexit.register

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .decide import Call
-from .kernels.int8_attention import op as _op  # noqa: F401 (registers the operators)
+from .kernels.int8_attention import op as _op  # registers the operators
 from .mask import key_view
 
 Attention = Callable[..., torch.Tensor]
@@ -46,6 +46,14 @@ def int8_into(call: Call, pv: str, out: torch.Tensor, lse: torch.Tensor | None) 
     mask = None if attn_mask is None else key_view(attn_mask)
     number = None if scale is None else float(scale)
     torch.ops.sdpa_router.int8_attention_out(query, key, value, mask, is_causal, number, pv, out, lse)
+    if not torch.compiler.is_compiling():
+        # So that autograd notices where it had saved a buffer; a graph that writes to one does this by itself.
+        torch.autograd.graph.increment_version([buffer for buffer in (out, lse) if buffer is not None])
+
+
+def empty_outputs(query: torch.Tensor, *, lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) to be filled, with the strides that the int8 kernel gives by itself."""
+    return _op._empty_out(query, lse)
 
 
 def native(call: Call, attention: Attention, *, cast_mask: bool) -> torch.Tensor:

@@ -69,6 +69,8 @@ def _some(names: list[str]) -> str:
 
 
 def _matches(argument: str, patterns: str | Iterable[str], modules: dict[str, nn.Module], root: nn.Module) -> set[str]:
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{argument} is {patterns!r}; accepted: glob patterns over the names of submodules")
     listed = [patterns] if isinstance(patterns, str) else list(patterns)
     matched: set[str] = set()
     for pattern in listed:

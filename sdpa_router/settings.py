@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from .kernels.int8_attention.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -39,6 +41,10 @@ class Settings:
             raise ValueError(f"pv is {self.pv!r}; accepted: {', '.join(LIMITS.pv)}")
         if self.skip is not None and not callable(self.skip):
             raise TypeError(f"skip is {self.skip!r}; accepted: None or a function of a Call")
+        try:
+            hash(self.skip)
+        except TypeError:
+            raise TypeError(f"skip is {self.skip!r}; accepted: None or a function of a Call that is hashable") from None
         if type(self.log) is not bool:
             raise TypeError(f"log is {self.log!r}; accepted: True or False")
 
@@ -92,6 +98,23 @@ def active_name() -> str:
 def activate(name: str) -> None:
     """Let the settings `name` hold in this thread."""
     active.name = name
+
+
+def skips(settings: Settings, call: Call) -> bool:
+    """Whether `settings` send `call` to torch by their skip, whose own attention calls are not routed."""
+    if settings.skip is None:
+        return False
+    name = active_name()
+    activate(OFF)
+    if torch.compiler.is_dynamo_compiling():
+        # No `finally`: a graph break inside one is an error. What a frame that fails to trace has set is undone.
+        answer = settings.skip(call)
+        activate(name)
+        return bool(answer)
+    try:
+        return bool(settings.skip(call))
+    finally:
+        activate(name)
 
 
 setattr(_kept, OFF, Settings())

@@ -31,6 +31,20 @@ def show(*parts: RenderableType) -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
+class Stdout:
+    """Standard output in the place of a file to write to; what is printed meanwhile should go elsewhere."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+
+    def __str__(self) -> str:
+        return "standard output"
+
+    def write_text(self, text: str) -> None:
+        """Write `text`."""
+        self._stream.write(text)
+
+
 def table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
     """Make an empty table; the columns named in `numbers` are aligned to the right."""
     result = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)

@@ -66,7 +66,10 @@ def test_demo_as_a_newcomer_runs_it(tmp_path):
 def test_demo_on_a_gpu(capsys, tmp_path):
     assert cli.main(["demo", "--json", str(tmp_path / "demo.json"), "--plot", str(tmp_path / "demo.png")]) == 0
     rows = json.loads((tmp_path / "demo.json").read_text())["calls"]
-    assert {row["name"]: (row["route"], row["mask"], row["reasons"]) for row in rows} == EXPECTED
+    found = {row["name"]: (row["route"], row["mask"], row["reasons"]) for row in rows}
+    # Whether 4096 causal keys pay is for the crossover of this GPU to say.
+    assert found.pop("causal") in (EXPECTED["causal"], ("sdpa", "none", ["short"]))
+    assert found == {name: row for name, row in EXPECTED.items() if name != "causal"}
     assert all(row["ms"] > 0 and row["torch_ms"] > 0 for row in rows)
 
 
