@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ def check_buffer(name: str, buffer: torch.Tensor, query: torch.Tensor, shape: to
     if not isinstance(buffer, torch.Tensor):
         raise TypeError(f"{name} is a {type(buffer).__name__}; accepted: None or a tensor")
     if type(buffer) not in PLAIN_TYPES or buffer.is_nested or buffer.layout != torch.strided:
-        raise ValueError(f"{name} is a {type(buffer).__name__} of layout {buffer.layout}; accepted: a plain dense tensor")
+        raise ValueError(
+            f"{name} is a {type(buffer).__name__} of layout {buffer.layout}; accepted: a plain dense tensor"
+        )
     fits = buffer.shape == shape and buffer.dtype == dtype and buffer.device == query.device
     contiguous = len(shape) == 3 or shape[-1] == 1 or buffer.stride(-1) == 1  # lse may have any strides
     if not fits or not contiguous or _overlaps_itself(buffer):
@@ -41,7 +44,9 @@ def check_memory(call: Call, out: torch.Tensor | None, lse: torch.Tensor | None)
     for name, buffer, others in (("out", out, {**arguments, "lse": lse}), ("lse", lse, arguments)):
         for other, tensor in others.items():
             if buffer is not None and tensor is not None and _share_memory(buffer, tensor):
-                raise ValueError(f"{name} is memory that {other} uses; accepted: a buffer that shares none with {other}")
+                raise ValueError(
+                    f"{name} is memory that {other} uses; accepted: a buffer that shares none with {other}"
+                )
 
 
 def _overlaps_itself(buffer: torch.Tensor) -> bool:
@@ -66,9 +71,11 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     import numpy
 
+    one_array, other_array = numpy.asarray(_Memory(one)), numpy.asarray(_Memory(other))
+    shares: Callable[..., bool] = numpy.shares_memory  # its stubs know two of the values of max_work
     try:
         # Numpy answers from shapes and strides, and reads nothing.
-        return bool(numpy.shares_memory(numpy.asarray(_Memory(one)), numpy.asarray(_Memory(other)), max_work=_MAX_WORK))
+        return shares(one_array, other_array, max_work=_MAX_WORK)
     except (RuntimeError, ValueError):  # numpy's TooHardError is a RuntimeError
         return True
 

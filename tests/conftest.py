@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,6 +24,16 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _out_of_place() -> Iterator[None]:
+    """Take the router out of F's place where a test traced a `with route()`, which leaves it there for good."""
+    yield
+    patch = sys.modules.get("sdpa_router.patch")
+    if patch is not None and patch._stays:
+        patch._stays = False
+        patch.uninstall()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -137,6 +137,95 @@ def test_buffers_that_do_not_fit_are_refused(device, name, make):
         int8_attention(q, k, v, return_lse=True, **{name: make(q)})
 
 
+def slab(q, gap=0):
+    """Buffers for out and lse in one storage, lse `gap` bytes after (or before) the end of out."""
+    size = q.numel() * q.element_size()
+    memory = torch.zeros(size + 4 * q.numel() + 64, dtype=torch.uint8, device=q.device)
+    out = memory[:size].view(q.dtype).view(q.shape)
+    count = q.shape[:3].numel()
+    return out, memory[size + gap :][: 4 * count].view(torch.float32).view(q.shape[:3])
+
+
+@pytest.mark.parametrize(
+    ("name", "buffers"),
+    [
+        ("out.*value", lambda q, k, v, mask: {"out": v}),
+        ("out.*value", lambda q, k, v, mask: {"out": v.detach()}),
+        ("out.*query", lambda q, k, v, mask: {"out": q}),
+        ("out.*key", lambda q, k, v, mask: {"out": k.view(-1).view(q.shape)}),
+        ("lse.*attn_mask", lambda q, k, v, mask: {"lse": mask.view(-1)[: q.shape[:3].numel()].view(q.shape[:3])}),
+        ("out.*lse", lambda q, k, v, mask: dict(zip(("out", "lse"), slab(q, -4), strict=True))),
+        ("out is", lambda q, k, v, mask: {"out": q.new_zeros(9999).as_strided(q.shape, (64, 32, 16, 1))}),
+        (
+            "lse is",
+            lambda q, k, v, mask: {"lse": torch.zeros(999, device=q.device).as_strided(q.shape[:3], (70, 9, 1))},
+        ),
+        ("out.*gradient", lambda q, k, v, mask: {"out": torch.zeros_like(q).requires_grad_()}),
+        ("lse.*gradient", lambda q, k, v, mask: {"lse": torch.zeros(q.shape[:3], device=q.device).requires_grad_()}),
+        ("out.*sparse", lambda q, k, v, mask: {"out": torch.zeros_like(q).to_sparse()}),
+    ],
+)
+def test_buffers_that_would_be_overwritten_are_refused(device, name, buffers):
+    q, k, v = inputs(device, kv_len=70)
+    mask = torch.zeros(2, 2, 1, 70, device=device)
+    before = [x.clone() for x in (q, k, v, mask)]
+    with pytest.raises(ValueError, match=f"{name}.*; accepted: "):
+        int8_attention(q, k, v, mask, return_lse=True, **buffers(q, k, v, mask))
+    assert all(torch.equal(*pair) for pair in zip((q, k, v, mask), before, strict=True))
+
+
+def test_buffers_that_only_lie_between_are_taken(device):
+    q, k, v = inputs(device)
+    expected, expected_lse = int8_attention(q, k, v, return_lse=True)
+    memory = torch.zeros(2, 70, 2, 2, 32, dtype=q.dtype, device=device)
+    twin, out = (memory[:, :, index].transpose(1, 2) for index in (0, 1))
+    twin.copy_(q)
+    assert torch.equal(int8_attention(twin, k, v, out=out), expected)
+    assert torch.equal(twin, q)
+    out, lse = slab(q)
+    int8_attention(q, k, v, out=out, lse=lse)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_buffers_that_are_no_tensors_are_type_errors(device, name):
+    q, k, v = inputs(device)
+    with pytest.raises(TypeError, match=f"{name} is a list"):
+        int8_attention(q, k, v, **{name: [0.0]})
+
+
+def test_autograd_notices_that_a_buffer_was_written(device):
+    q, k, v = inputs(device)
+    out, lse = torch.ones_like(q), torch.ones(q.shape[:3], device=device)
+    weight = torch.ones((), device=device, requires_grad=True)
+    for buffer in (out, lse):
+        loss = (weight * buffer).sum()
+        int8_attention(q, k, v, out=out, lse=lse)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.inference_mode():
+        int8_attention(q, k, v, out=torch.ones_like(q))
+
+
+@pytest.mark.parametrize(
+    "relayout",
+    [
+        lambda q: q,
+        lambda q: q.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda q: q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+        lambda q: q[:, :1].expand(q.shape),
+    ],
+)
+def test_a_buffer_for_lse_changes_nothing_about_out(device, relayout):
+    q, k, v = inputs(device)
+    q = relayout(q)
+    expected, lse = int8_attention(q, k, v, return_lse=True)
+    assert int8_attention(q, k, v, lse=torch.empty_like(lse)).stride() == expected.stride()
+    found, _ = int8_attention(q, k, v, return_lse=True, lse=torch.empty_like(lse))
+    assert found.stride() == expected.stride()
+
+
 def test_int8_attention_raises_with_every_reason_before_anything_runs(device):
     q, k, v = inputs(device, head_dim=300, dtype=torch.float32)
     q.requires_grad_()
@@ -166,6 +255,15 @@ def test_is_available(device, monkeypatch):
     assert not is_available("meta")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not is_available("cpu")
+
+
+@pytest.mark.parametrize("thing", [0, "cuda", "cuda:99", 99, -1, "banana", "mps", torch.device("xpu"), [1], 3.5])
+def test_is_available_never_raises(thing, monkeypatch):
+    assert is_available(thing) in (True, False)
+    assert is_available("cuda:99") is False
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert is_available("cuda:99") is False
 
 
 def test_explain_uses_the_settings_in_force(device):

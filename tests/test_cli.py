@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import sdpa_router
 from sdpa_router import check, cli, info
 from sdpa_router.check import CASES, run_case
 
@@ -145,6 +146,10 @@ def test_explain_names_every_reason(capsys, arguments, codes):
         (["explain", "--q", "1,2,3,4", "--dropout", "2"], "'2'", "0 to 1"),
         (["explain", "--q", "2,3,4", "--mask", "key"], "3", "4"),
         (["explain"], "--q", ""),
+        (["explain", "--q", "99999999999,99999999,9999,9999"], "99999999999,", "2**56"),
+        (["explain", "--q", "1,1,1," + "9" * 5000], "999...", "2**56"),
+        (["explain", "--q", "1,1,99999999999,1", "--mask", "full"], "full", "2**56"),
+        (["explain", "--q", "1,2,3,4", "--mask", "9999999999,9999999999,1,1"], "9999999999,", "2**56"),
         (["demo", "--device", "tpu"], "tpu", "cpu"),
         (["demo", "--json", "/no/such/folder/x.json"], "/no/such/folder", "exists"),
         (["demo", "--plot", "x.txt"], "x.txt", ".png"),
@@ -169,7 +174,7 @@ def test_a_missing_extra_is_named(capsys, monkeypatch, option, module, extra):
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == module else find(name))
     message = refuse(capsys, "demo", *option)
     assert module in message
-    assert f"pip install 'sdpa-router[{extra}]'" in message
+    assert f'pip install -e ".[{extra}]"' in message
 
 
 def test_demo_on_a_gpu_that_is_not_there(capsys, monkeypatch):
@@ -232,3 +237,28 @@ def test_reader_that_leaves_early_is_no_error():
     command = f"{sys.executable} -m sdpa_router info | true"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+def test_version():
+    assert shell("--version").stdout == f"sdpa-router {sdpa_router.__version__}\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", ["info", "explain --q 1,2,3,4"])
+def test_a_full_or_closed_stdout(arguments):
+    command = f"{sys.executable} -m sdpa_router {arguments}"
+    done = subprocess.run(["bash", "-c", f"{command} > /dev/full"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("sdpa-router: can't write: ")
+    assert done.stderr.count("\n") == 1
+    done = subprocess.run(["bash", "-c", f"{command} >&-"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_demo_json_on_stdout(capsys, monkeypatch):
+    monkeypatch.setattr("sdpa_router.demo.demo_calls", lambda size, window: [])
+    monkeypatch.setattr("sdpa_router.demo.merge_window", lambda size, window: [])
+    assert cli.main(["demo", "--device", "cpu", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["good"] is True
+    assert "all errors within budget" in captured.err

@@ -162,7 +162,24 @@ def test_a_decorator_refuses_what_it_can_not_surround():
     async def coroutine():
         pass
 
-    for function in (generator, coroutine):
+    async def steps():
+        yield
+
+    class Callable:
+        def __call__(self):
+            yield
+
+    functions = (
+        generator,
+        coroutine,
+        steps,
+        Callable,
+        Callable(),
+        functools.partial(steps),
+        staticmethod(generator),
+        3,
+    )
+    for function in functions:
         with pytest.raises(TypeError, match="plain functions"):
             route()(function)
 
@@ -302,6 +319,42 @@ def test_modes_recognise_the_call_routed_or_passed_through():
         with torch.device("cpu"):
             assert torch.is_tensor(attend())
     assert calls() == 2
+
+
+class Watching(TorchFunctionMode):
+    """Answer every call of SDPA, and let the others pass."""
+
+    def __init__(self, answer=None):
+        super().__init__()
+        self.answer, self.seen = answer, []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            self.seen.append(args)
+            if self.answer is not None:
+                return self.answer
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_gets_the_calls_that_int8_would_have_answered(device):
+    half = X.half().to(device)
+    with route(min_kv=1):
+        routed = attend(half)
+        for _ in range(2):
+            with Watching("asked") as mode:
+                assert attend(half) == "asked"
+                assert sdpa_router.scaled_dot_product_attention(half, half, half) == "asked"
+            assert len(mode.seen) == 2
+        with Watching() as mode, Watching() as inner:
+            assert torch.is_tensor(attend(half))
+            assert len(mode.seen) == len(inner.seen) == 1
+        with torch.device("cpu"):
+            assert torch.equal(attend(half), routed)
+    assert stats()["routes"] == {"int8": 2, "sdpa": 5}
+    assert stats()["reasons"] == {"functorch": 5}
+    refused = pytest.raises(UnsupportedError, match="TorchFunctionMode")
+    with refused, route(min_kv=1, on_unsupported="raise"), Watching():
+        attend(half)
 
 
 class PassingThrough:
@@ -457,3 +510,78 @@ def test_the_kill_switch_is_read_on_entering(monkeypatch, enter):
     run()
     assert stats()["reasons"]["disabled"] == 1
     assert calls() == 3
+
+
+@pytest.mark.parametrize("value", ["0", "off", "False", "NO", " false "])
+def test_values_that_switch_routing_off(monkeypatch, value):
+    monkeypatch.setenv("SDPA_ROUTER", value)
+    with route(log=False):
+        attend()
+    assert stats()["reasons"]["disabled"] == 1
+    assert f"SDPA_ROUTER={value}" in stats()["signatures"][0]["detail"]
+
+
+@pytest.mark.parametrize("value", ["", "1", "on", "true"])
+def test_values_that_do_not(monkeypatch, value):
+    monkeypatch.setenv("SDPA_ROUTER", value)
+    with route(log=False):
+        attend()
+    assert "disabled" not in stats()["reasons"]
+
+
+@pytest.mark.parametrize("thing", [3, None, "model", Attention])
+def test_disable_takes_modules(thing):
+    with pytest.raises(TypeError, match=r"disable\(\) takes a torch\.nn\.Module"):
+        disable(thing)
+
+
+@pytest.mark.parametrize("enter", [route, functools.partial(enable, nn.Identity())])
+def test_a_skip_that_can_not_be_hashed_is_named(enter):
+    class Skip:
+        __hash__ = None
+
+        def __call__(self, call):
+            return False
+
+    with pytest.raises(TypeError, match=r"skip is .*; accepted: None or a function of a Call that is hashable"):
+        enter(skip=Skip())
+
+
+def test_enable_refuses_a_forward_that_runs_later():
+    class Steps(nn.Module):
+        def forward(self, x):
+            yield attend(x)
+
+    with pytest.raises(TypeError, match="plain function"):
+        enable(Steps())
+
+
+def test_a_shallow_copy_has_a_switch_of_its_own_once_it_is_used():
+    module = Attention()
+    enable(module)
+    twin = copy.copy(module)
+    disable(twin)
+    assert "forward" not in twin.__dict__
+    twin(X)
+    module(X)
+    assert calls() == 1
+    twin = copy.copy(module)
+    enable(twin, min_kv=3)
+    disable(module)
+    module(X)
+    assert calls() == 1
+    twin(X)
+    assert calls() == 2
+    disable(twin)
+
+
+def skip_none(call):
+    return False
+
+
+def test_an_enabled_module_with_a_named_skip_can_be_pickled():
+    module = Attention()
+    enable(module, skip=skip_none)
+    twin = pickle.loads(pickle.dumps(module))
+    twin(X)
+    assert calls() == 1

@@ -46,6 +46,9 @@ def meta(*shape: int, dtype: torch.dtype = torch.bool) -> torch.Tensor:
         (meta(B + 1, 1, 1, K), MaskKind.INVALID, False, False),
         (meta(B, 1, K), MaskKind.INVALID, False, False),
         ([[True] * K], MaskKind.INVALID, False, False),
+        (torch.zeros(1, 1, 1, K).to_sparse(), MaskKind.INVALID, False, False),
+        (torch.nested.nested_tensor([torch.zeros(1, K)], layout=torch.jagged), MaskKind.INVALID, False, False),
+        (torch.nested.nested_tensor([torch.zeros(1, K)]), MaskKind.INVALID, False, False),
     ],
 )
 def test_kind_and_axes(mask, kind, per_batch, per_head):

@@ -109,6 +109,12 @@ def test_gradients_flow():
         ([torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 3, 4)], [torch.zeros(1, 1, 2), torch.zeros(1, 1, 3)]),
         ([torch.zeros(1, 1, 2, 4, dtype=torch.int8)], [torch.zeros(1, 1, 2)]),
         ([torch.tensor(0.0)], [torch.tensor(0.0)]),
+        (3, 3),
+        ([[1.0]], [torch.zeros(1, 1, 2)]),
+        ([torch.zeros(1, 1, 2, 4)], [None]),
+        ([torch.zeros(1, 1, 2, 4)], [torch.zeros(1, 1, 2, device="meta")]),
+        ([torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4, device="meta")], [torch.zeros(1, 1, 2)] * 2),
+        ([torch.zeros(1, 1, 2, 4).to_sparse()], [torch.zeros(1, 1, 2)]),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(outs, lses):

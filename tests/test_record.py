@@ -295,3 +295,137 @@ def test_direct_calls_count_and_int8_attention_does_not(device):
     sdpa_router.scaled_dot_product_attention(X, X, X)
     sdpa_router.int8_attention(*[HALF.to(device)] * 3)
     assert stats()["calls"] == 1
+
+
+INVALID = {
+    "number as a mask": {"attn_mask": 1.0},
+    "text as a mask": {"attn_mask": "all"},
+    "number of many digits": {"dropout_p": 10**5000},
+    "nan": {"dropout_p": float("nan")},
+    "infinite scale": {"scale": float("inf")},
+}
+
+
+def strict(text):
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_an_invalid_call_gets_torchs_answer_and_leaves_the_reports_intact(name, monkeypatch, tmp_path):
+    def outcome():
+        try:
+            return F.scaled_dot_product_attention(X, X, X, **INVALID[name])
+        except Exception as error:
+            return type(error), str(error)
+
+    expected = outcome()
+    monkeypatch.setenv("SDPA_ROUTER_JSONL", str(tmp_path / "calls.jsonl"))
+    with record() as seen, route():
+        found = outcome()
+        attend()
+    if torch.is_tensor(expected):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    else:
+        assert found == expected
+    assert stats()["calls"] == 2
+    assert len(seen.records) == 2
+    assert "sdpa" in seen.table()
+    assert [strict(json.dumps(line)) for line in seen.records] == seen.records
+    lines = [strict(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert [line["backend"] for line in lines] == ["sdpa", "sdpa"]
+
+
+def test_no_trouble_with_reports_reaches_the_call(monkeypatch, tmp_path):
+    def broken(line):
+        raise RuntimeError
+
+    expected = attend()
+    monkeypatch.setenv("SDPA_ROUTER_JSONL", str(tmp_path))
+    monkeypatch.setattr(sys.modules["sdpa_router.record"], "_json_broken", False)
+    logger = logging.getLogger("sdpa_router.dispatch")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.addFilter(broken)
+    try:
+        with route(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(attend(), expected)
+    finally:
+        logger.removeFilter(broken)
+
+
+def test_the_warning_about_a_file_points_at_the_users_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("SDPA_ROUTER_JSONL", str(tmp_path))
+    monkeypatch.setattr(sys.modules["sdpa_router.record"], "_json_broken", False)
+    with route(), pytest.warns(UserWarning, match="can't be written") as caught:
+        attend()
+    assert caught[0].filename == __file__
+
+
+def test_the_table_is_plain_text(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with record() as seen, route():
+        attend()
+        exec(compile("F.scaled_dot_product_attention(X, X, X, None, 0.0, True)", "/a[bold]b[/bold].py", "exec"))
+    table = seen.table()
+    assert "\x1b" not in table
+    assert "/a[bold]b[/bold].py" in table
+
+
+def test_a_reset_inside_a_recording_loses_and_mixes_nothing():
+    with route():
+        attend()
+        with record() as seen:
+            attend()
+            attend(X[:, :, :4])
+            reset_stats()
+            attend()
+            attend()
+            assert [found["count"] for found in seen.records] == [3, 1]
+    assert stats()["calls"] == 2
+    reset_stats()
+    assert [found["count"] for found in seen.records] == [3, 1]
+
+
+def test_a_recording_outlives_the_folding_of_many_signatures(monkeypatch):
+    monkeypatch.setattr(sys.modules["sdpa_router.record"], "MAX_SIGHTINGS", 4)
+    with record() as seen, route(log=False):
+        for length in range(1, 12):
+            attend(X[:, :, :1].expand(1, 2, length, 16))
+    assert [found["count"] for found in seen.records] == [1] * 11
+
+
+def test_a_recording_that_was_never_entered_has_no_records():
+    with route():
+        attend()
+    assert record().records == []
+
+
+def test_skip_may_call_attention_itself():
+    asked = []
+
+    def skip(call):
+        asked.append(call)
+        attend()
+        return True
+
+    with route(skip=skip):
+        attend()
+        attend()
+        sdpa_router.explain(X, X, X)
+    assert len(asked) == 3
+    assert stats()["reasons"]["skipped"] == 2
+    assert stats()["calls"] == 2
+
+
+def test_a_skip_that_raises_leaves_routing_on():
+    def skip(call):
+        raise KeyError
+
+    with route(skip=skip):
+        for _ in range(2):
+            with pytest.raises(KeyError):
+                attend()

@@ -198,5 +198,5 @@ def test_a_pattern_that_matches_nothing():
 
 @pytest.mark.parametrize("patterns", [[3], [None], 3])
 def test_patterns_are_strings(patterns):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"include (holds|is) .*; accepted: glob patterns"):
         enable(Model(), include=patterns)

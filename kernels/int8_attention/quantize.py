@@ -253,7 +253,7 @@ def quantize(
     mask = bias if bias is not None else shift
     _key_shift[(batch * kv_heads,)](
         key, mask, shift, rotation, kv_len, blocks * config.block_n, max(1, kv_len // _SHIFT_SAMPLES), kv_heads,
-        bias_rows, *key.stride()[:3], *strides, ROWS=128 if padded <= 128 else 64, num_warps=8, **shared,
+        bias_rows, *key.stride()[:3], *strides, ROWS=shift_rows(padded, bias is not None), num_warps=8, **shared,
     )  # fmt: skip
     key8 = empty((batch, kv_heads, blocks * config.block_n, padded), dtype=torch.int8)
     key_scale = empty((batch, kv_heads, blocks, 4) if config.gluon else (batch, kv_heads, blocks), dtype=torch.float32)
@@ -275,6 +275,11 @@ def quantize(
         ROWS=rows, IS_KEY=False, GROUPED=False, HAS_LSE=lse, UPCAST=interpreting(), num_warps=8, **shared,
     )  # fmt: skip
     return Quantized(query8, query_scale, key8, key_scale, bias, anchor, lse_term, key_norm, live)
+
+
+def shift_rows(padded: int, masked: bool) -> int:
+    """Keys that a step of _key_shift reads: as many as fit the registers of every architecture."""
+    return 128 if padded < 128 or (padded == 128 and not masked) else 64
 
 
 def _prepare(
