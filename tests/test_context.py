@@ -110,7 +110,7 @@ def test_one_context_in_many_threads():
                 attend()
         seen.append(sdpa_router.settings.active_name())
 
-    threads = [threading.Thread(target=work, args=(index % 2 == 0,)) for index in range(4)]
+    threads = [threading.Thread(daemon=True, target=work, args=(index % 2 == 0,)) for index in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -128,7 +128,7 @@ def test_other_threads_are_not_routed(native):
             done.wait()
             found.append(F.scaled_dot_product_attention)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(daemon=True, target=work)
     thread.start()
     inside.wait()
     attend()

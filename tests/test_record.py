@@ -151,7 +151,7 @@ def test_counts_are_exact_over_threads():
             for _ in range(200):
                 attend()
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
+    threads = [threading.Thread(daemon=True, target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
