@@ -13,7 +13,6 @@ Each measurement is appended to bench/results/models.jsonl as one line.
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import importlib
 import statistics
@@ -21,6 +20,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ import pipelines
 import torch
 import torch.nn.functional as functional
 from records import RESULTS, Invocation, commit_here, table
-from timing import Effort, Run
 
 import sdpa_router
 from sdpa_router.testing import BUDGET
@@ -142,44 +141,47 @@ def run_table(options: argparse.Namespace, invocation: Invocation) -> int:
 
 
 def run_overhead(options: argparse.Namespace, invocation: Invocation) -> int:
-    """Time one forward of float32 models, which never qualify, enabled and not, interleaved."""
+    """Time one forward of float32 models, which never qualify, enabled and not, in turns."""
     shown = []
     for name in tqdm(options.models or pipelines.BUILDS, desc="models", disable=None):
         small = pipelines.build(name, device=invocation.device, dtype=torch.float32, larger=4)
         args, kwargs = pipelines.first_inputs(small)
-        enabled = copy.deepcopy(small.model)
-        sdpa_router.enable(enabled, log=False)
-        models = {"native": small.model, "enabled": enabled}
-        runs = {impl: Run(functools.partial(model, *args, **kwargs)) for impl, model in models.items()}
-        if invocation.device.type == "cpu":
-            native, ours, ratio = _in_turns(runs)
-        else:
-            times = model_steps.timed(runs, invocation.device, Effort(1500.0, 10, 200))
-            native, ours = times["native"].ms, times["enabled"].ms
-            ratio = ours / native
+        forward = functools.partial(small.model, *args, **kwargs)
+        native, ours, ratio = _in_turns(small.model, forward, invocation.device)
         invocation.write({"kind": "overhead", "model": name, "ms": native, "enabled_ms": ours, "ratio": ratio})
         shown.append((name, f"{native:.3f}", f"{ours:.3f}", f"{ratio:.4f}"))
     print(table(("model", "ms", "enabled ms", "ratio"), shown))
     return 0
 
 
-def _in_turns(runs: dict[str, Run], rounds: int = 100) -> tuple[float, float, float]:
-    """Median ms of processor time, native and enabled, and the median ratio of neighbours; one thread.
+def _in_turns(model: Any, forward: Callable[[], Any], device: torch.device, rounds: int = 16) -> tuple[float, ...]:
+    """Median ms, native and enabled, and the median ratio of neighbouring blocks of calls.
 
-    Processor time, not the clock: a machine that others use too then gives the same figures.
+    The first calls after switching don't count: Python must specialise its bytecode anew. On a CPU what counts is the
+    processor time of one thread, which a machine that others use too disturbs less than the clock.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    watch = time.process_time if device.type == "cpu" else time.perf_counter
+    taken: dict[bool, list[float]] = {False: [], True: []}
     for number in range(rounds):
-        for name in sorted(runs, reverse=number % 2 == 1):
-            began = time.process_time()
-            runs[name].call()
-            taken[name].append((time.process_time() - began) * 1e3)
+        for routed in (False, True) if number % 2 else (True, False):
+            sdpa_router.enable(model, log=False) if routed else sdpa_router.disable(model)
+            block = []
+            for _ in range(_UNCOUNTED + _COUNTED):
+                began = watch()
+                forward()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                block.append((watch() - began) * 1e3)
+            taken[routed].append(statistics.median(block[_UNCOUNTED:]))
+    sdpa_router.disable(model)
     torch.set_num_threads(threads)
-    ratios = [ours / native for native, ours in zip(taken["native"], taken["enabled"], strict=True)]
-    median = statistics.median
-    return median(taken["native"]), median(taken["enabled"]), median(ratios)
+    ratios = [ours / native for native, ours in zip(taken[False], taken[True], strict=True)]
+    return tuple(map(statistics.median, (taken[False], taken[True], ratios)))
+
+
+_UNCOUNTED, _COUNTED = 6, 10
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
