@@ -40,7 +40,7 @@ class Call(NamedTuple):
 def decide(call: Call, settings: Settings) -> Decision:
     """Say who answers `call`, with every reason against the int8 route; no reason means int8."""
     reasons = tuple(reasons_against(call, settings))
-    notes = (Reason(Code.MASK_CAST, torch.float32, call.query.dtype),) if reasons and needs_mask_cast(call) else ()
+    notes = mask_cast_note(call) if reasons else ()
     return Decision(Route.SDPA if reasons else Route.INT8, _mask_info(call), reasons, notes)
 
 
@@ -176,6 +176,11 @@ def _short(call: Call, settings: Settings) -> Iterator[Reason]:
         yield Reason(Code.SHORT, (query.shape[2], kv_len), "no size on this GPU")
     elif kv_len < least or query.shape[2] < pays.queries:
         yield Reason(Code.SHORT, (query.shape[2], kv_len), (pays.queries, least))
+
+
+def mask_cast_note(call: Call) -> tuple[Reason, ...]:
+    """Return the note of a decision for torch about a mask that must be cast, or none."""
+    return (Reason(Code.MASK_CAST, torch.float32, call.query.dtype),) if needs_mask_cast(call) else ()
 
 
 def needs_mask_cast(call: Call) -> bool:

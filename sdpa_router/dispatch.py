@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from . import run
-from .decide import Call, decide, needs_mask_cast, reasons_against
+from .decide import Call, decide, mask_cast_note, needs_mask_cast, reasons_against
 from .decision import Code, Decision, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
 from .record import Sighting, known, plain_number, recent, sight
@@ -177,9 +177,8 @@ def _answer_under_mode(sighting: Sighting, attention: run.Attention, call: Call)
 
     decision, settings = sighting.decision, sighting.settings
     if decision.routed:
-        notes = (Reason(Code.MASK_CAST, torch.float32, call.query.dtype),) if needs_mask_cast(call) else ()
         reasons = (Reason(Code.FUNCTORCH, "a TorchFunctionMode", "plain calls"),)
-        refused = Decision(Route.SDPA, decision.mask, reasons, notes)
+        refused = Decision(Route.SDPA, decision.mask, reasons, mask_cast_note(call))
         sighting = sight(("mode", sighting), call, refused, settings)
     sighting.tick()
     if settings.on_unsupported == "raise":
