@@ -78,7 +78,7 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
             ("query", {"ROWS": q_rows, "IS_KEY": False, "HAS_BIAS": False, "HAS_LSE": False}, 8),
             ("query lse", {"ROWS": q_rows, "IS_KEY": False, "HAS_BIAS": False, "HAS_LSE": True}, 8),
         ):
-            constants = shared | constants | {"GROUPED": False, "UPCAST": False}
+            constants = shared | constants | {"SCALES": 1, "HAS_NORM": False, "HAS_ROTATION": True, "UPCAST": False}
             yield f"quantize D{head_dim} {name}", quantize._quantize, types, constants, {"num_warps": warps}
         for bias in (False, True):
             yield (
@@ -105,7 +105,7 @@ def grouped_variants() -> Iterator[tuple[str, object, dict, dict, dict]]:
     for head_dim, config in HOPPER_GLUON.items():
         constants = {
             "D": head_dim, "DP": head_dim, "B": min(head_dim, 128), "ROWS": config.block_n, "IS_KEY": True,
-            "HAS_BIAS": True, "GROUPED": True, "HAS_LSE": False, "UPCAST": False,
+            "HAS_BIAS": True, "SCALES": 4, "HAS_NORM": True, "HAS_LSE": False, "HAS_ROTATION": True, "UPCAST": False,
         }  # fmt: skip
         yield f"quantize D{head_dim} grouped key", quantize._quantize, types, constants, {"num_warps": 8}
 

@@ -27,12 +27,33 @@ NEGLIGIBLE = tl.constexpr(-8192.0 * LOG2E)
 _SHIFT_SAMPLES = 2048  # the mean of a sample is as good a shift as the mean of all keys, at a fraction of the reads
 
 
+class QuantizedKey(NamedTuple):
+    """The key's part of a Quantized, and shift: float32 [B, Hkv, DP], the rotated mean of the keys that was taken off."""
+
+    key: torch.Tensor
+    key_scale: torch.Tensor
+    bias: torch.Tensor | None
+    anchor: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    live: torch.Tensor | None
+    shift: torch.Tensor
+
+
+class QuantizedQuery(NamedTuple):
+    """The query's part of a Quantized."""
+
+    query: torch.Tensor
+    query_scale: torch.Tensor
+    lse_term: torch.Tensor | None
+
+
 class Quantized(NamedTuple):
     """What the attention kernel reads instead of query and key; all tensors are contiguous.
 
     query: int8 [B, H, Lq, DP]; query_scale: float32 [B, H, Lq], holds |scale| * log2(e).
     key: int8 [B, Hkv, N, DP], N = Lk rounded up to a key tile of block_n.  key_scale: float32 [B, Hkv, N / block_n],
-    one a tile; or with config.gluon [B, Hkv, N / block_n, 4], one for the keys {8j + 2t, 8j + 2t + 1} of it, t < 4.
+    one a tile; or with config.gluon [B, Hkv, N / block_n, 4], one for the keys {8j + 2t, 8j + 2t + 1} of it, t < 4; or
+    with per_token [B, Hkv, N], one a key.
     bias: float32 [Bm, Hm, N], log2 units, largest finite value 0, masked and padding keys -inf; or None.
     anchor: float32 [Bm, Hm, 2]: what was subtracted from the bias (natural log), and 0 where it absorbs every score
     in float32, else 1; or None.  lse_term: float32 [B, H, Lq], scale * query . shift (natural log); or None.
@@ -174,9 +195,10 @@ def _quantize(
     X, SHIFT, ROTATION, BIAS, Y, SCALE, NORM, LSE_TERM, factor, lse_factor, L, heads, group, bias_rows,
     s_b, s_h, s_l, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, IS_KEY: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GROUPED: tl.constexpr, HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_ROTATION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of ROWS rows of one head: a scale for each row of a query, one or four a block of keys."""
+    """One program a block of ROWS rows of one head: a scale for each row of a query, SCALES (1, 4, ROWS) for keys."""
     block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     b = head // heads
@@ -190,8 +212,11 @@ def _quantize(
         keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, L, HAS_BIAS)
     X += b * s_b + h * s_h
     x = tl.load(X + rows[:, None].to(tl.int64) * s_l + cols[None, :], mask=keep[:, None] & (cols < D)[None, :], other=0)
-    i = tl.arange(0, B)
-    rotation = tl.load(ROTATION + i[:, None] * B + i[None, :])
+    if HAS_ROTATION:
+        i = tl.arange(0, B)
+        rotation = tl.load(ROTATION + i[:, None] * B + i[None, :])
+    else:
+        rotation = _hadamard(B)
     dtype: tl.constexpr = tl.float32 if UPCAST else X.dtype.element_ty
     x = _rotate(x.to(dtype), rotation.to(dtype), ROWS, DP, B)
     if IS_KEY:
@@ -199,16 +224,21 @@ def _quantize(
         # x * 0 is NaN where x is NaN or infinite: such a row or block must answer NaN, as SDPA does.
         tile = head * tl.num_programs(0) + block
         stored = (head * tl.num_programs(0) * ROWS + rows)[:, None]
-        if GROUPED:
-            peak = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
-            bad = tl.sum(tl.sum((peak * 0.0).reshape([ROWS // 8, 4, 2]), 2), 0)
-            peak = tl.max(tl.max(peak.reshape([ROWS // 8, 4, 2]), 2), 0) + bad
-            tl.store(SCALE + tile * 4 + tl.arange(0, 4), peak / 127.0)
-            peak = tl.broadcast_to(peak[None, :, None], [ROWS // 8, 4, 2]).reshape([ROWS])[:, None]
-            tl.store(NORM + tile, tl.sqrt(tl.max(tl.sum(x * x, 1), 0)))
-        else:
+        if SCALES == 1:
             peak = tl.max(tl.max(tl.abs(x), 1), 0) + tl.sum(tl.sum(x * 0.0, 1), 0)
             tl.store(SCALE + tile, peak / 127.0)
+        else:
+            peak = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
+            if SCALES == 4:
+                bad = tl.sum(tl.sum((peak * 0.0).reshape([ROWS // 8, 4, 2]), 2), 0)
+                peak = tl.max(tl.max(peak.reshape([ROWS // 8, 4, 2]), 2), 0) + bad
+                tl.store(SCALE + tile * 4 + tl.arange(0, 4), peak / 127.0)
+                peak = tl.broadcast_to(peak[None, :, None], [ROWS // 8, 4, 2]).reshape([ROWS])[:, None]
+            else:
+                tl.store(SCALE + head * NP + rows, peak / 127.0)
+                peak = peak[:, None]
+        if HAS_NORM:
+            tl.store(NORM + tile, tl.sqrt(tl.max(tl.sum(x * x, 1), 0)))
         tl.store(Y + stored * DP + cols[None, :], _round(x * _inverse(peak)))
     else:
         peak = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
@@ -229,52 +259,103 @@ def quantize(
     config: Config,
     *,
     lse: bool,
+    per_token: bool = False,
 ) -> Quantized:
     """Quantise query [B, H, Lq, D] and key [B, Hkv, Lk, D] (fp16 or bf16, contiguous last axis) for `config`.
 
     attn_mask: None or a per-key mask [1 or B, 1 or H, 1, 1 or Lk], bool (True = keep) or floating (added).
     scale: the softmax scale, of any sign.  lse: whether the term that undoes the key shift in the LSE is wanted.
+    per_token: a scale for each key.
     """
-    batch, heads, q_len, head_dim = query.shape
-    kv_heads, kv_len = key.shape[1:3]
-    group = heads // kv_heads
+    rotation = _empty_rotation(key)
+    group = query.shape[1] // key.shape[1]
+    k = _quantize_key(key, attn_mask, config, group, per_token, rotation)
+    q = _quantize_query(query, scale, k.shift if lse else None, rotation)
+    return Quantized(q.query, q.query_scale, k.key, k.key_scale, k.bias, k.anchor, q.lse_term, k.key_norm, k.live)
+
+
+def quantize_key(
+    key: torch.Tensor, attn_mask: torch.Tensor | None, config: Config, *, group: int, per_token: bool = False
+) -> QuantizedKey:
+    """Quantise key [B, Hkv, Lk, D] as quantize() does, to the same bits; group: query heads of a key head."""
+    return _quantize_key(key, attn_mask, config, group, per_token, _empty_rotation(key))
+
+
+def quantize_query(
+    query: torch.Tensor, scale: float, config: Config, *, shift: torch.Tensor | None = None
+) -> QuantizedQuery:
+    """Quantise query [B, H, Lq, D] as quantize() does, to the same bits.
+
+    shift: of the QuantizedKey; where it is given there is an lse_term. Nothing else depends on the keys.
+    """
+    return _quantize_query(query, scale, shift, None)
+
+
+def _empty_rotation(key: torch.Tensor) -> torch.Tensor:
+    rotated = min(padded_head_dim(key.shape[3]), 128)
+    return torch.empty((rotated, rotated), dtype=key.dtype, device=key.device)
+
+
+def _quantize_key(
+    key: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    config: Config,
+    group: int,
+    per_token: bool,
+    rotation: torch.Tensor,
+) -> QuantizedKey:
+    """Quantise the keys; fills `rotation` besides."""
+    batch, kv_heads, kv_len, head_dim = key.shape
     padded = padded_head_dim(head_dim)
-    rotated = min(padded, 128)
     blocks = triton.cdiv(kv_len, config.block_n)
-    empty = functools.partial(torch.empty, device=query.device)
+    empty = functools.partial(torch.empty, device=key.device)
     bias, anchor, live, strides, bias_rows = None, None, None, (0, 0), 1
     if attn_mask is not None:
         bias, anchor, live = _prepare(attn_mask, kv_len, config)
         strides = row_strides(bias)
         bias_rows = group if bias.shape[1] > 1 else 1
     shift = empty((batch, kv_heads, padded), dtype=torch.float32)
-    rotation = empty((rotated, rotated), dtype=query.dtype)
-    shared = {"D": head_dim, "DP": padded, "B": rotated, "HAS_BIAS": bias is not None}
+    shared = {"D": head_dim, "DP": padded, "B": min(padded, 128), "HAS_BIAS": bias is not None}
     mask = bias if bias is not None else shift
     _key_shift[(batch * kv_heads,)](
         key, mask, shift, rotation, kv_len, blocks * config.block_n, max(1, kv_len // _SHIFT_SAMPLES), kv_heads,
         bias_rows, *key.stride()[:3], *strides, ROWS=shift_rows(padded, bias is not None), num_warps=8, **shared,
     )  # fmt: skip
     key8 = empty((batch, kv_heads, blocks * config.block_n, padded), dtype=torch.int8)
-    key_scale = empty((batch, kv_heads, blocks, 4) if config.gluon else (batch, kv_heads, blocks), dtype=torch.float32)
+    scales = config.block_n if per_token else 4 if config.gluon else 1
+    tail = (blocks * config.block_n,) if per_token else (blocks, 4) if config.gluon else (blocks,)
+    key_scale = empty((batch, kv_heads, *tail), dtype=torch.float32)
     key_norm = empty((batch, kv_heads, blocks), dtype=torch.float32) if config.gluon else None
-    norm = key_norm if key_norm is not None else key_scale
     _quantize[(blocks, batch * kv_heads)](
-        key, shift, rotation, mask, key8, key_scale, norm, key_scale, 1.0, 1.0, kv_len, kv_heads, 1, bias_rows,
-        *key.stride()[:3], *strides, ROWS=config.block_n, IS_KEY=True, GROUPED=config.gluon, HAS_LSE=False,
-        UPCAST=interpreting(), num_warps=8, **shared,
+        key, shift, rotation, mask, key8, key_scale, key_norm if key_norm is not None else key_scale, key_scale,
+        1.0, 1.0, kv_len, kv_heads, 1, bias_rows, *key.stride()[:3], *strides,
+        ROWS=config.block_n, IS_KEY=True, SCALES=scales, HAS_NORM=key_norm is not None, HAS_LSE=False,
+        HAS_ROTATION=True, UPCAST=interpreting(), num_warps=8, **shared,
     )  # fmt: skip
+    return QuantizedKey(key8, key_scale, bias, anchor, key_norm, live, shift)
+
+
+def _quantize_query(
+    query: torch.Tensor, scale: float, shift: torch.Tensor | None, rotation: torch.Tensor | None
+) -> QuantizedQuery:
+    batch, heads, q_len, head_dim = query.shape
+    padded = padded_head_dim(head_dim)
+    rotated = min(padded, 128)
+    empty = functools.partial(torch.empty, device=query.device)
     query8 = empty((batch, heads, q_len, padded), dtype=torch.int8)
     query_scale = empty((batch, heads, q_len), dtype=torch.float32)
-    lse_term = empty((batch, heads, q_len), dtype=torch.float32) if lse else None
-    shared["HAS_BIAS"] = False
+    lse_term = empty((batch, heads, q_len), dtype=torch.float32) if shift is not None else None
+    group = heads // shift.shape[1] if shift is not None else 1
+    unused = query_scale
     rows = 64 if padded <= 128 else 32
     _quantize[(triton.cdiv(q_len, rows), batch * heads)](
-        query, shift, rotation, shift, query8, query_scale, shift, lse_term if lse_term is not None else shift,
+        query, shift if shift is not None else unused, rotation if rotation is not None else query, unused,
+        query8, query_scale, unused, lse_term if lse_term is not None else unused,
         scale * LOG2E / rotated, scale / rotated, q_len, heads, group, 1, *query.stride()[:3], 0, 0,
-        ROWS=rows, IS_KEY=False, GROUPED=False, HAS_LSE=lse, UPCAST=interpreting(), num_warps=8, **shared,
+        D=head_dim, DP=padded, B=rotated, ROWS=rows, IS_KEY=False, HAS_BIAS=False, SCALES=1, HAS_NORM=False,
+        HAS_LSE=shift is not None, HAS_ROTATION=rotation is not None, UPCAST=interpreting(), num_warps=8,
     )  # fmt: skip
-    return Quantized(query8, query_scale, key8, key_scale, bias, anchor, lse_term, key_norm, live)
+    return QuantizedQuery(query8, query_scale, lse_term)
 
 
 def shift_rows(padded: int, masked: bool) -> int:
