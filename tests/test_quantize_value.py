@@ -1,0 +1,59 @@
+"""Value in e4m3: dequantised it is the value, up to rounding, whatever masked keys hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sdpa_router.kernels.int8_attention.configs import Config
+from sdpa_router.kernels.int8_attention.limits import interpreting
+from sdpa_router.kernels.int8_attention.quantize_value import quantize_value
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDING = 2**-4  # of a value, at most
+
+
+def dequantised(quantized, kv_len, head_dim, permuted):
+    values = quantized.value.float() * quantized.scale[..., None]
+    n = torch.arange(values.shape[3], device=values.device)
+    if permuted:
+        n = n // 16 * 16 + n % 8 // 2 * 4 + n % 16 // 8 * 2 + n % 2
+    return values[..., n].transpose(-1, -2)[:, :, :kv_len, :head_dim]
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize(("kv_len", "head_dim"), [(1, 32), (131, 40), (300, 96), (513, 128)])
+def test_value_comes_back(kv_len, head_dim, permuted):
+    value = torch.randn(2, 2, kv_len, head_dim, device=DEVICE).half()
+    value[..., 1] *= 1000  # a channel of its own size takes no precision from the others
+    quantized = quantize_value(value, None, Config(64, 64, 4, 2, gluon=permuted))
+    back = dequantised(quantized, kv_len, head_dim, permuted)
+    floor = value.float().abs().amax(2, keepdim=True) * 2**-16
+    assert ((back - value).abs() <= ROUNDING * value.float().abs() + floor).all()
+
+
+def test_masked_keys_count_for_nothing():
+    value = torch.randn(1, 4, 200, 64, device=DEVICE).half()
+    bias = torch.zeros(1, 8, 256, device=DEVICE)
+    bias[..., 200:] = -math.inf
+    bias[:, :, 10:20] = -math.inf
+    bias[:, 0, 15] = 0.0  # one query head of the first key head sees this key
+    clean = value.clone()
+    clean[:, :, 10:20] = 0
+    clean[:, 0, 15] = value[:, 0, 15]
+    value[:, :, 12] = 6e4
+    value[:, :, 13] = math.nan
+    config = Config(64, 64, 4, 2)
+    garbage, none = quantize_value(value, bias, config), quantize_value(clean, None, config)
+    assert torch.equal(garbage.scale, none.scale)
+    assert torch.equal(garbage.value.view(torch.uint8), none.value.view(torch.uint8))
+
+
+@pytest.mark.skipif(interpreting(), reason="Triton's interpreter makes no NaN of e4m3")
+def test_what_is_not_finite_becomes_nan_alone():
+    value = torch.randn(1, 1, 100, 32, device=DEVICE).half()
+    value[0, 0, 5, 3], value[0, 0, 7, 2] = math.nan, -math.inf
+    back = dequantised(quantize_value(value, None, Config(64, 64, 4, 2)), 100, 32, False)
+    assert torch.equal(back.isnan(), ~value.isfinite())
