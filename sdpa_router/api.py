@@ -61,6 +61,7 @@ def int8_attention(
     enable_gqa: bool = False,
     return_lse: Literal[False] = False,
     pv: str = "auto",
+    precision: str = "auto",
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
@@ -78,6 +79,7 @@ def int8_attention(
     enable_gqa: bool = False,
     return_lse: Literal[True],
     pv: str = "auto",
+    precision: str = "auto",
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -94,6 +96,7 @@ def int8_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     pv: str = "auto",
+    precision: str = "auto",
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -105,18 +108,21 @@ def int8_attention(
     logarithm of the sum over keys of exp(scale * q . k + bias), -inf for a row without a key, whose out is 0.
     out and lse: buffers to fill, which share no memory with each other or an argument and require no gradient; a given
     lse is filled also without return_lse.
-    pv: "auto" or "16bit".  NaN or +inf in the mask gives NaN in the rows that see it.
+    pv: "auto" or "16bit"; or "fp8", P @ V in e4m3 with a scale for each channel of V, where the GPU has it.
+    precision: "auto", where keys share scales; or "high", a scale for each key.  On N(0, 1) the error is at most
+    0.0125, with precision="high" 0.0100, with pv="fp8" 0.045.
+    NaN or +inf in the mask gives NaN in the rows that see it.
     SDPA_ROUTER=0 in the environment changes nothing here. Raises UnsupportedError with every reason before anything
     runs, ValueError for buffers that don't fit and TypeError for those that are no tensors.
 
     >>> out, lse = int8_attention(query, key, value, key_bias[None, None, None, :], return_lse=True)
     """
     call = Call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
-    codes = [reason.code.value for reason in kernel_against(call, pv)]
+    codes = [reason.code.value for reason in kernel_against(call, pv, precision)]
     if codes:
-        refuse(codes, decide_kernel, call, pv)
+        refuse(codes, decide_kernel, call, pv, precision)
     if out is None and lse is None:
-        answer = run.int8(query, key, value, attn_mask, is_causal, scale, pv, return_lse=return_lse)
+        answer = run.int8(query, key, value, attn_mask, is_causal, scale, pv, precision, return_lse=return_lse)
         return answer if return_lse else answer[0]
     if out is not None:
         check_buffer("out", out, query, query.shape, query.dtype)
@@ -127,7 +133,7 @@ def int8_attention(
         out = run.empty_outputs(query, lse=False)[0]
     if lse is None and return_lse:
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    run.int8_into(call, pv, out, lse)
+    run.int8_into(call, pv, precision, out, lse)
     return out if lse is None or not return_lse else (out, lse)
 
 

@@ -94,8 +94,8 @@ def audit(
     In the native run every call that would be routed is answered a second time by the int8 kernel, on the same inputs;
     the routed run gives the error of the module's output, with what adds up along the way. Both run eagerly, without
     gradients, from the same state of torch's random numbers; put the module into eval() if it has dropout.
-    include, exclude: as for enable(), whose own choice for this module is set aside meanwhile.  settings: min_kv, pv
-    and skip count.  show: whether the table is printed.
+    include, exclude: as for enable(), whose own choice for this module is set aside meanwhile.  settings: min_kv, pv,
+    precision and skip count.  show: whether the table is printed.
     Raises ValueError if no call of F.scaled_dot_product_attention was seen, TypeError for what is not a module.
 
     >>> worst = audit(pipe.transformer, kwargs=inputs).worst()
@@ -142,7 +142,8 @@ class _Probe:
     def forward(self, module: torch.nn.Module, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module with all of its calls seen."""
         devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
-        routed = route(min_kv=self._settings.min_kv, pv=self._settings.pv, skip=_ask_probe, log=False)
+        settings = self._settings
+        routed = route(min_kv=settings.min_kv, pv=settings.pv, precision=settings.precision, skip=_ask_probe, log=False)
         _thread.probe = self
         try:
             with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), routed:
@@ -177,7 +178,8 @@ class _Probe:
         error = peak = None
         if decision.routed:
             native = run.native(call, run.torch_attention(), cast_mask=needs_mask_cast(call))
-            error, peak = _errors(run.int8(*call[:4], call.is_causal, call.scale, self._settings.pv)[0], native)
+            modes = self._settings.pv, self._settings.precision
+            error, peak = _errors(run.int8(*call[:4], call.is_causal, call.scale, *modes)[0], native)
         reasons = tuple(reason.code.value for reason in decision.reasons)
         self.rows.append(
             AuditRow(

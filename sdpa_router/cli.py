@@ -148,7 +148,10 @@ def _info(arguments: argparse.Namespace) -> int:
         ("ROCm of torch", found["hip"] or "none"),
         *(("int8 on " + device["device"], _device_line(device)) for device in found["devices"]),
         *(("kernel on " + device["device"], device["kernel"]) for device in found["devices"] if device["kernel"]),
-        ("int8 takes", "{dtypes}, head_dim 1 to {max_head_dim}, pv {pv}".format(**_joined(found["int8"]))),
+        (
+            "int8 takes",
+            "{dtypes}, head_dim 1 to {max_head_dim}, pv {pv}, precision {precision}".format(**_joined(found["int8"])),
+        ),
         (
             "variables",
             ", ".join(f"{name}={value}" for name, value in found["variables"].items() if value) or "none set",

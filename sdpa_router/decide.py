@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route
-from .kernels.int8_attention.limits import LIMITS, Crossover, crossover, unavailable
+from .kernels.int8_attention.limits import LIMITS, Crossover, crossover, fp8_unavailable, unavailable
 from .mask import classify_mask
 from .settings import Settings, skips, traced_as_constant
 
@@ -44,9 +44,9 @@ def decide(call: Call, settings: Settings) -> Decision:
     return Decision(Route.SDPA if reasons else Route.INT8, _mask_info(call), reasons, notes)
 
 
-def decide_kernel(call: Call, pv: str) -> Decision:
+def decide_kernel(call: Call, pv: str, precision: str) -> Decision:
     """Say whether the int8 kernel can answer `call`, whatever the router would make of it."""
-    reasons = tuple(kernel_against(call, pv))
+    reasons = tuple(kernel_against(call, pv, precision))
     return Decision(Route.SDPA if reasons else Route.INT8, _mask_info(call), reasons)
 
 
@@ -57,14 +57,15 @@ def reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
         yield Reason(Code.DISABLED, off, "anything but 0, off, false or no routes")
     if skips(settings, call):
         yield Reason(Code.SKIPPED, True, "False routes")
-    yield from kernel_against(call, settings.pv)
+    yield from kernel_against(call, settings.pv, settings.precision)
     if _is_plain(call) and call.query.dim() == 4 and call.key.dim() == 4:
         yield from _short(call, settings)
 
 
-def kernel_against(call: Call, pv: str) -> Iterator[Reason]:
+def kernel_against(call: Call, pv: str, precision: str) -> Iterator[Reason]:
     """Yield every reason why the int8 kernel can't answer `call` exactly as torch would, int8 rounding aside."""
-    yield from _arguments(call, pv)
+    yield from _modes(call, pv, precision)
+    yield from _arguments(call)
     if not _is_plain(call):
         # Nothing else can be asked of such a tensor safely: a nested one has no shape.
         names = [_kind(tensor) for tensor in _tensors(call) if not _plain(tensor)]
@@ -80,9 +81,18 @@ def kernel_against(call: Call, pv: str) -> Iterator[Reason]:
     yield from _mask(call)
 
 
-def _arguments(call: Call, pv: str) -> Iterator[Reason]:
+def _modes(call: Call, pv: str, precision: str) -> Iterator[Reason]:
     if pv not in LIMITS.pv:
         yield Reason(Code.PV, pv, LIMITS.pv)
+    elif pv == "fp8" and _plain(call.query) and call.query.device.type != "meta":
+        no_fp8 = _without_fp8(call.query.device)
+        if no_fp8 is not None:
+            yield no_fp8
+    if precision not in LIMITS.precision:
+        yield Reason(Code.PRECISION, precision, LIMITS.precision)
+
+
+def _arguments(call: Call) -> Iterator[Reason]:
     if not isinstance(call.is_causal, bool):
         yield Reason(Code.ARGUMENT, f"is_causal of type {type(call.is_causal).__name__}", "a bool")
     if not isinstance(call.enable_gqa, bool):
@@ -222,7 +232,7 @@ def _kind(tensor: torch.Tensor) -> str:
     return "nested Tensor" if tensor.is_nested else f"Tensor of layout {tensor.layout}"
 
 
-# torch.compile runs these three when it traces and keeps what they return. Its guards cover the transforms.
+# torch.compile runs these when it traces and keeps what they return. Its guards cover the transforms.
 @traced_as_constant
 def switched_off() -> str | None:
     """Return the setting in the environment that switches routing off, such as SDPA_ROUTER=0, if it does."""
@@ -234,6 +244,12 @@ def switched_off() -> str | None:
 def _unavailable(device: torch.device) -> Reason | None:
     found = unavailable(device)
     return None if found is None else Reason(Code(found[0]), found[1], found[2])
+
+
+@traced_as_constant
+def _without_fp8(device: torch.device) -> Reason | None:
+    found = fp8_unavailable(device)
+    return None if found is None else Reason(Code.PV, found[0], found[1])
 
 
 @traced_as_constant

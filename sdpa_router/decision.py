@@ -177,6 +177,11 @@ class Code(_Text):
         "pv is {given}; the kernel takes {accepted}",
         "Choose another `pv`.",
     )
+    PRECISION = (
+        "precision",
+        "precision is {given}; the kernel takes {accepted}",
+        "Choose another `precision`.",
+    )
     MASK_CAST = (
         "mask_cast",
         "the {given} mask was cast to {accepted}, because torch answers wrongly on a GPU without it",

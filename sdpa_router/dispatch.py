@@ -158,7 +158,8 @@ def _answer(
         return _answer_under_mode(sighting, attention, call)
     sighting.tick()
     if not sighting.decision.reasons:
-        return run.int8(query, key, value, attn_mask, is_causal, scale, sighting.settings.pv)[0]
+        settings = sighting.settings
+        return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv, settings.precision)[0]
     if sighting.settings.on_unsupported == "raise":
         raise UnsupportedError(sighting.decision)
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -220,7 +221,7 @@ def _traced(call: Call, name: str, attention: run.Attention) -> torch.Tensor:
     codes = [reason.code.value for reason in reasons_against(call, settings)]
     comptime(record_trace)
     if not codes:
-        return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv)[0]
+        return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv, settings.precision)[0]
     if settings.on_unsupported == "raise":
         refuse(codes, decide, call, settings)
     return run.native(call, attention, cast_mask=needs_mask_cast(call))

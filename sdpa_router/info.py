@@ -36,6 +36,7 @@ def environment() -> dict[str, Any]:
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in LIMITS.dtypes],
             "max_head_dim": LIMITS.max_head_dim,
             "pv": list(LIMITS.pv),
+            "precision": list(LIMITS.precision),
         },
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
         "sdpa": sdpa_owner(),

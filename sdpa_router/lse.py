@@ -45,7 +45,8 @@ def attention_with_lse(
         sight(("lse", name, str(decision)), call, decision, settings).tick()
         codes = [reason.code.value for reason in decision.reasons]
     if not codes:
-        return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv, return_lse=True)
+        modes = settings.pv, settings.precision
+        return run.int8(query, key, value, attn_mask, is_causal, scale, *modes, return_lse=True)
     if settings.on_unsupported == "raise":
         refuse(codes, decide, call, settings)
     out = run.native(call, run.torch_attention(), cast_mask=needs_mask_cast(call))

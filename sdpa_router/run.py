@@ -30,22 +30,25 @@ def int8(
     is_causal: bool,
     scale: float | None,
     pv: str,
+    precision: str,
     *,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse [B, H, Q]) of the int8 kernel, for a call that was decided; lse is empty unless asked for."""
     mask = None if attn_mask is None else key_view(attn_mask)
     number = None if scale is None else float(scale)
-    out, lse = torch.ops.sdpa_router.int8_attention(query, key, value, mask, is_causal, number, return_lse, pv)
+    out, lse = torch.ops.sdpa_router.int8_attention(
+        query, key, value, mask, is_causal, number, return_lse, pv, precision
+    )
     return out, lse
 
 
-def int8_into(call: Call, pv: str, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def int8_into(call: Call, pv: str, precision: str, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Let the int8 kernel answer `call`, which was decided, into buffers: out like the query, lse float32 [B, H, Q]."""
     query, key, value, attn_mask, _, is_causal, scale, _ = call
     mask = None if attn_mask is None else key_view(attn_mask)
     number = None if scale is None else float(scale)
-    torch.ops.sdpa_router.int8_attention_out(query, key, value, mask, is_causal, number, pv, out, lse)
+    torch.ops.sdpa_router.int8_attention_out(query, key, value, mask, is_causal, number, pv, precision, out, lse)
     if not torch.compiler.is_compiling():
         # So that autograd notices where it had saved a buffer; a graph that writes to one does this by itself.
         torch.autograd.graph.increment_version([buffer for buffer in (out, lse) if buffer is not None])

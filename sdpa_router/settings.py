@@ -22,13 +22,15 @@ class Settings:
     """How calls are routed; raises ValueError or TypeError for a value that it doesn't take.
 
     on_unsupported: "fallback" to torch silently, "warn" once a signature, or "raise" UnsupportedError.
-    min_kv: the fewest keys to route; None takes the measured crossover.  pv: precision of P @ V, "auto" or "16bit".
+    min_kv: the fewest keys to route; None takes the measured crossover.  pv: precision of P @ V, "auto", "16bit" or
+    "fp8".  precision: of the int8 scores, "auto" (keys share scales) or "high" (a scale for each key).
     skip: a predicate on the Call; True sends it to torch.  log: whether a first sight is logged.
     """
 
     on_unsupported: str = "fallback"
     min_kv: int | None = None
     pv: str = "auto"
+    precision: str = "auto"
     skip: Callable[[Call], bool] | None = None
     log: bool = True
 
@@ -39,6 +41,8 @@ class Settings:
             raise ValueError(f"min_kv is {self.min_kv!r}; accepted: None or an int of at least 0")
         if self.pv not in LIMITS.pv:
             raise ValueError(f"pv is {self.pv!r}; accepted: {', '.join(LIMITS.pv)}")
+        if self.precision not in LIMITS.precision:
+            raise ValueError(f"precision is {self.precision!r}; accepted: {', '.join(LIMITS.precision)}")
         if self.skip is not None and not callable(self.skip):
             raise TypeError(f"skip is {self.skip!r}; accepted: None or a function of a Call")
         try:

@@ -230,9 +230,9 @@ def test_int8_attention_raises_with_every_reason_before_anything_runs(device):
     q, k, v = inputs(device, head_dim=300, dtype=torch.float32)
     q.requires_grad_()
     with pytest.raises(UnsupportedError) as caught:
-        int8_attention(q, k, v, torch.zeros(70, 100, device=q.device), pv="fp8", is_causal=True)
+        int8_attention(q, k, v, torch.zeros(70, 100, device=q.device), pv="fp4", precision="low", is_causal=True)
     found = [reason.code for reason in caught.value.decision.reasons]
-    assert found == ["pv", "causal_with_mask", "requires_grad", "dtype", "head_dim", "full_mask"]
+    assert found == ["pv", "precision", "causal_with_mask", "requires_grad", "dtype", "head_dim", "full_mask"]
     assert all(code in str(caught.value) for code in found)
 
 

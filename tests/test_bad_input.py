@@ -97,6 +97,7 @@ def test_routed_calls_answer_or_complain_as_torch_does(name):
         ({"scale": "1"}, "argument"),
         ({"is_causal": 1}, "argument"),
         ({"pv": None}, "pv"),
+        ({"precision": "fp32"}, "precision"),
     ],
 )
 def test_int8_attention_refuses(arguments, code):

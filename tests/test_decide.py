@@ -133,7 +133,7 @@ def test_the_table_and_the_tests_below_name_every_code():
 def test_kill_switch(monkeypatch):
     monkeypatch.setenv("SDPA_ROUTER", "0")
     assert codes(call()) == [Code.DISABLED]
-    assert decide_kernel(call(), "auto").routed, "int8_attention() is not the router"
+    assert decide_kernel(call(), "auto", "auto").routed, "int8_attention() is not the router"
 
 
 def test_skip_sees_the_call():
@@ -263,11 +263,21 @@ def test_nested_tensors_have_no_shape_to_ask_for():
         assert codes(Call(tensor, tensor, tensor)) == [Code.TENSOR_SUBCLASS]
 
 
-def test_pv_is_asked_of_the_kernel():
-    decision = decide_kernel(call(), "fp8")
-    assert [reason.code for reason in decision.reasons] == [Code.PV]
-    assert "fp8" in str(decision)
-    assert "16bit" in str(decision)
+def test_modes_are_asked_of_the_kernel():
+    decision = decide_kernel(call(), "fp4", "low")
+    assert [reason.code for reason in decision.reasons] == [Code.PV, Code.PRECISION]
+    for word in ("fp4", "16bit", "low", "high"):
+        assert word in str(decision)
+
+
+@pytest.mark.parametrize(("capability", "has"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_fp8_is_refused_where_the_gpu_has_none(monkeypatch, capability, has):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    fp8 = Settings(min_kv=0, pv="fp8")
+    assert codes(call(), fp8) == ([] if has else [Code.PV])
+    assert codes(call(), Settings(min_kv=0, precision="high")) == []
+    if not has:
+        assert "sm_89" in str(decide(call(), fp8))
 
 
 def test_a_float32_mask_is_cast_for_torch_on_a_gpu():
@@ -346,6 +356,7 @@ def test_details_are_formatted_only_when_read():
         ({"min_kv": 1.5}, ValueError),
         ({"min_kv": True}, ValueError),
         ({"pv": "fp4"}, ValueError),
+        ({"precision": "low"}, ValueError),
         ({"skip": 3}, TypeError),
         ({"log": None}, TypeError),
     ],

@@ -56,20 +56,23 @@ def config_for(arch: int | str, head_dim: int, describable: bool = True) -> Conf
     return table[max(64, padded_head_dim(head_dim))]
 
 
-def config_of(query: torch.Tensor, value: torch.Tensor) -> Config:
+def config_of(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precision: str = "auto") -> Config:
     """The configuration for a call on these tensors."""
-    if why_portable(query, value) is None:
+    if why_portable(query, value, pv, precision) is None:
         return HOPPER_GLUON[padded_head_dim(query.shape[3])]
-    return config_for(arch_of(query.device), query.shape[3], describable(value))
+    # The e4m3 copy of the value is made so that it can be described.
+    return config_for(arch_of(query.device), query.shape[3], _descriptors() if pv == "fp8" else describable(value))
 
 
-def kernel_name(query: torch.Tensor, value: torch.Tensor) -> str:
+def kernel_name(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precision: str = "auto") -> str:
     """Name of the kernel that a call on these tensors gets."""
-    return "Hopper (Gluon)" if why_portable(query, value) is None else "portable"
+    return "Hopper (Gluon)" if why_portable(query, value, pv, precision) is None else "portable"
 
 
-def why_portable(query: torch.Tensor, value: torch.Tensor) -> str | None:
+def why_portable(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precision: str = "auto") -> str | None:
     """Why a call on these tensors gets the portable kernel and not the one for Hopper; None if it gets that."""
+    if pv == "fp8" or precision == "high":
+        return f"the Hopper kernel has no pv={pv!r} with precision={precision!r}"
     arch = arch_of(query.device)
     if arch != 90:
         return f"the Hopper kernel needs sm_90, and this is {f'sm_{arch}' if isinstance(arch, int) else arch}"

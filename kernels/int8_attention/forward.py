@@ -1,6 +1,7 @@
 """Portable int8 attention forward kernel (plain Triton): softmax(scale * Q K^T + bias) V over quantised Q and K.
 
-FlashAttention's online softmax (Dao et al., 2022) with int8 scores, 16-bit P @ V, a bias per key and a log-sum-exp.
+FlashAttention's online softmax (Dao et al., 2022) with int8 scores, P @ V in 16 bits or e4m3, a bias per key and a
+log-sum-exp.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ import triton.language as tl
 from .configs import Config, padded_head_dim
 from .limits import interpreting
 from .quantize import Quantized, row_strides
+from .quantize_value import QuantizedValue, _e4m3
+
+# e4m3 ends at 448: weights of up to 2^8 use nearly all of its range, and the row sum takes the factor out again.
+FP8_PEAK = tl.constexpr(8.0)
 
 
 @triton.jit
@@ -28,10 +33,15 @@ def _scores(q, K8, row, n0, DP: tl.constexpr, BN: tl.constexpr, TMA: tl.constexp
 @triton.jit
 def _values(
     V, b, h, n0, N, s_vn,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """[BN, DP] of V; zeros past head_dim and past the last key."""
-    if TMA:
+    """[BN, DP] of V; zeros past head_dim and past the last key.  In e4m3 V is [B, Hkv, DP, NP], zeros included."""
+    if FP8:
+        if TMA:
+            v = V.load([b, h, 0, n0]).reshape([DP, BN]).T
+        else:
+            v = tl.load(V + tl.arange(0, DP)[None, :].to(tl.int64) * s_vn + (n0 + tl.arange(0, BN))[:, None])
+    elif TMA:
         v = V.load([b, h, n0, 0]).reshape([BN, DP])
     else:
         n = tl.arange(0, BN)[:, None]
@@ -50,11 +60,16 @@ def _values(
 def _step(
     acc, total, top, q, q_scale, rows, K8, K_SCALE, BIAS, V, k_row, b, h, n0, N, s_vn,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PER_KEY: tl.constexpr, FP8: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of the online softmax, in log2 units; `top` is the row maximum, `total` the row sum."""
+    PEAK: tl.constexpr = FP8_PEAK if FP8 else 0.0
     s = _scores(q, K8, k_row, n0, DP, BN, TMA)
-    scale = q_scale * tl.load(K_SCALE + n0 // BN)
+    if PER_KEY:
+        s *= tl.load(K_SCALE + n0 + tl.arange(0, BN))[None, :]
+        scale = q_scale
+    else:
+        scale = q_scale * tl.load(K_SCALE + n0 // BN)
     if HAS_BIAS or MASKED:
         s = s * scale[:, None]
         n = n0 + tl.arange(0, BN)
@@ -65,16 +80,16 @@ def _step(
             if CAUSAL:
                 keep = keep & (n[None, :] <= rows[:, None])
             s = tl.where(keep, s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
+        new_top = tl.maximum(top, tl.max(s, 1) - PEAK)
         p = tl.math.exp2(s - new_top[:, None])
     else:
         # The scale is not negative, so it can wait for the exponent, where it costs nothing.
-        new_top = tl.maximum(top, tl.max(s, 1) * scale)
+        new_top = tl.maximum(top, tl.max(s, 1) * scale - PEAK)
         p = tl.math.exp2(s * scale[:, None] - new_top[:, None])
     decay = tl.math.exp2(top - new_top)
     total = total * decay + tl.sum(p, 1)
-    v = _values(V, b, h, n0, N, s_vn, D, DP, BN, MASKED, TMA)
-    p = p.to(v.dtype)
+    v = _values(V, b, h, n0, N, s_vn, D, DP, BN, MASKED, TMA, FP8)
+    p = _e4m3(p, UPCAST) if FP8 else p.to(v.dtype)
     if UPCAST:
         # Triton's interpreter computes bf16 products wrongly.
         acc = tl.dot(p.to(tl.float32), v.to(tl.float32), acc * decay[:, None])
@@ -86,10 +101,11 @@ def _step(
 # Lengths and head counts are not specialised: no compilation for a length of 1 (ptxas 12.8 dies there) or of 16 * n.
 @triton.jit(do_not_specialize=["M", "N", "NP", "heads", "group"])
 def _attention(
-    Q8, Q_SCALE, K8, K_SCALE, BIAS, ANCHOR, LSE_TERM, V, OUT, LSE, M, N, NP, heads, group,
+    Q8, Q_SCALE, K8, K_SCALE, BIAS, ANCHOR, LSE_TERM, V, V_SCALE, OUT, LSE, M, N, NP, heads, group,
     s_vb, s_vh, s_vn, s_ob, s_oh, s_om, s_lb, s_lh, s_lm, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_LSE: tl.constexpr, CAUSAL: tl.constexpr, EVEN_N: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_LSE: tl.constexpr, CAUSAL: tl.constexpr, EVEN_N: tl.constexpr, TMA: tl.constexpr,
+    PER_KEY: tl.constexpr, FP8: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program a block of BM query rows of one head.  Q8 [B*H, M, DP], K8 [B*Hkv, NP, DP], V [B, Hkv, N, D]."""
     block = tl.program_id(0)
@@ -99,8 +115,9 @@ def _attention(
     b = head // heads
     h = head % heads
     h_kv = h // group
-    k_row = (b * (heads // group) + h_kv) * NP if TMA else (b * (heads // group) + h_kv).to(tl.int64) * NP
-    K_SCALE += (b * (heads // group) + h_kv) * (NP // BN)
+    kv_head = b * (heads // group) + h_kv
+    k_row = kv_head * NP if TMA else kv_head.to(tl.int64) * NP
+    K_SCALE += kv_head.to(tl.int64) * (NP if PER_KEY else NP // BN)
     rows = block * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)
     inside = rows < M
@@ -126,17 +143,19 @@ def _attention(
     for n0 in tl.range(0, unmasked, BN):
         acc, total, top = _step(
             acc, total, top, q, q_scale, rows, K8, K_SCALE, BIAS, V, k_row, b, h_kv, n0, N, s_vn,
-            D, DP, BN, False, HAS_BIAS, CAUSAL, TMA, UPCAST,
+            D, DP, BN, False, HAS_BIAS, CAUSAL, TMA, PER_KEY, FP8, UPCAST,
         )  # fmt: skip
     if CAUSAL or not EVEN_N:
         for n0 in tl.range(unmasked, end, BN):
             acc, total, top = _step(
                 acc, total, top, q, q_scale, rows, K8, K_SCALE, BIAS, V, k_row, b, h_kv, n0, N, s_vn,
-                D, DP, BN, True, HAS_BIAS, CAUSAL, TMA, UPCAST,
+                D, DP, BN, True, HAS_BIAS, CAUSAL, TMA, PER_KEY, FP8, UPCAST,
             )  # fmt: skip
 
     empty = total == 0  # not "total > 0": NaN must stay NaN
     acc = acc * tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))[:, None]
+    if FP8:
+        acc *= tl.load(V_SCALE + kv_head * DP + d)[None, :]
     o_ptr = OUT + b.to(tl.int64) * s_ob + h.to(tl.int64) * s_oh + rows[:, None].to(tl.int64) * s_om + d[None, :]
     tl.store(o_ptr, acc.to(OUT.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
     if HAS_LSE:
@@ -151,7 +170,7 @@ def _attention(
 
 def attention(
     quantized: Quantized,
-    value: torch.Tensor,
+    value: torch.Tensor | QuantizedValue,
     config: Config,
     *,
     is_causal: bool,
@@ -160,35 +179,39 @@ def attention(
 ) -> None:
     """Run the kernel on `quantized` and value [B, Hkv, Lk, D] into `out` [B, H, Lq, D] and `lse` [B, H, Lq] (float32).
 
-    Any strides with a contiguous last axis; `config` is the one that `quantized` was made with.  No checks here.
+    Any strides with a contiguous last axis; `config` is the one that `quantized` and a quantised value were made with.
+    No checks here.
     """
     if config.gluon:
         from .hopper import attention as hopper_attention
 
         return hopper_attention(quantized, value, config, is_causal=is_causal, out=out, lse=lse)
     batch, heads, q_len, head_dim = out.shape
-    kv_heads, kv_len = value.shape[1:3]
     padded = padded_head_dim(head_dim)
-    bias = quantized.bias
-    key, values = quantized.key, value
+    bias, unused = quantized.bias, quantized.query_scale
+    fp8 = isinstance(value, QuantizedValue)
+    values = value.value if isinstance(value, QuantizedValue) else value
+    kv_heads, kv_len = values.shape[1], quantized.kv_len
+    v_strides = values.stride()[:3]
+    key = quantized.key
     if config.tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         rows = key.view(-1, padded)
         key = TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [config.block_n, padded])
-        values = TensorDescriptor(value, list(value.shape), list(value.stride()), [1, 1, config.block_n, padded])
-    unused = quantized.query_scale
+        block = [1, 1, padded, config.block_n] if fp8 else [1, 1, config.block_n, padded]
+        values = TensorDescriptor(values, list(values.shape), list(values.stride()), block)
     _attention[(triton.cdiv(q_len, config.block_m), batch * heads)](
         quantized.query, quantized.query_scale, key, quantized.key_scale,
         bias if bias is not None else unused,
         quantized.anchor if quantized.anchor is not None else unused,
         quantized.lse_term if quantized.lse_term is not None else unused,
-        values, out, lse if lse is not None else unused,
+        values, value.scale if isinstance(value, QuantizedValue) else unused, out, lse if lse is not None else unused,
         q_len, kv_len, quantized.key.shape[2], heads, heads // kv_heads,
-        *value.stride()[:3], *out.stride()[:3], *(lse.stride() if lse is not None else (0, 0, 0)),
+        *v_strides, *out.stride()[:3], *(lse.stride() if lse is not None else (0, 0, 0)),
         *(row_strides(bias) if bias is not None else (0, 0)),
         D=head_dim, DP=padded, BM=config.block_m, BN=config.block_n,
         HAS_BIAS=bias is not None, HAS_LSE=lse is not None, CAUSAL=is_causal, EVEN_N=kv_len % config.block_n == 0,
-        TMA=config.tma, UPCAST=interpreting(),
+        TMA=config.tma, PER_KEY=quantized.key_scale.shape[-1] == quantized.key.shape[2], FP8=fp8, UPCAST=interpreting(),
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
     )  # fmt: skip

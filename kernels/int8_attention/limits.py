@@ -18,16 +18,19 @@ class Limits:
 
     dtypes: of query, key and value.  max_head_dim: the largest head_dim; smaller ones are padded inside the kernel.
     max_scale: the largest softmax scale of either sign for which float32 holds every score of finite fp16 inputs.
-    pv: names of the P @ V modes.  min_capability: the oldest CUDA compute capability.  hip_archs: AMD architectures
-    that the kernel compiles for.
+    pv, precision: names of the modes of P @ V and of the scores.  min_capability: the oldest CUDA compute capability.
+    hip_archs: AMD architectures that the kernel compiles for.  fp8_*: where matrix products take e4m3.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     max_head_dim: int = 256
     max_scale: float = 2.0**20
-    pv: tuple[str, ...] = ("auto", "16bit")
+    pv: tuple[str, ...] = ("auto", "16bit", "fp8")
+    precision: tuple[str, ...] = ("auto", "high")
     min_capability: tuple[int, int] = (8, 0)
     hip_archs: tuple[str, ...] = ("gfx942", "gfx950", "gfx1100", "gfx1201")
+    fp8_min_capability: tuple[int, int] = (8, 9)
+    fp8_hip_archs: tuple[str, ...] = ("gfx950", "gfx1201")
 
 
 LIMITS = Limits()
@@ -88,6 +91,20 @@ def unavailable(device: torch.device) -> tuple[str, str, str] | None:
         pair = f"Triton {_text(triton)} on sm_{_text(capability, '')}"
         return "kernel", pair, f"Triton >= {_text(_BLACKWELL_TRITON)} there"
     return None
+
+
+def fp8_unavailable(device: torch.device) -> tuple[str, str] | None:
+    """Why pv="fp8" can't run on `device`, where the kernel runs: (what was given, what is accepted), or None."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    if torch.version.hip:
+        arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        has, needs = arch in LIMITS.fp8_hip_archs, ", ".join(LIMITS.fp8_hip_archs)
+    else:
+        capability = torch.cuda.get_device_capability(device)
+        arch = f"sm_{_text(capability, '')}"
+        has, needs = capability >= LIMITS.fp8_min_capability, f"sm_{_text(LIMITS.fp8_min_capability, '')} or newer"
+    return None if has else (f"fp8 on {arch}", f"auto or 16bit there, and fp8 on {needs}")
 
 
 def _text(version: tuple[int, int] | None, separator: str = ".") -> str:

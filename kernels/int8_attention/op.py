@@ -21,11 +21,11 @@ _LIBRARY = torch.library.Library("sdpa_router", "FRAGMENT")
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float? scale"
 # Without the tag inductor may hand over other strides than the ones the mask and the fake were judged by.
 _LIBRARY.define(
-    f"int8_attention({_ARGUMENTS}, bool return_lse, str pv) -> (Tensor out, Tensor lse)",
+    f"int8_attention({_ARGUMENTS}, bool return_lse, str pv, str precision) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _LIBRARY.define(
-    f"int8_attention_out({_ARGUMENTS}, str pv, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    f"int8_attention_out({_ARGUMENTS}, str pv, str precision, Tensor(a!) out, Tensor(b!)? lse) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 
@@ -55,19 +55,23 @@ def _int8_attention_out(
     is_causal: bool,
     scale: float | None,
     pv: str,
+    precision: str,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
     from .forward import attention
     from .quantize import quantize
+    from .quantize_value import quantize_value
 
     softmax_scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
 
     def run(config: Config) -> None:
-        quantized = quantize(query, key, attn_mask, softmax_scale, config, lse=lse is not None)
-        attention(quantized, value, config, is_causal=is_causal, out=out, lse=lse)
+        per_token = precision == "high"
+        quantized = quantize(query, key, attn_mask, softmax_scale, config, lse=lse is not None, per_token=per_token)
+        values = quantize_value(value, quantized.bias, config) if pv == "fp8" else value
+        attention(quantized, values, config, is_causal=is_causal, out=out, lse=lse)
 
-    config = config_of(query, value)
+    config = config_of(query, value, pv, precision)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         try:
             run(config)
@@ -75,7 +79,7 @@ def _int8_attention_out(
             if not config.gluon:
                 raise
             _LOG.warning("the portable int8 kernel from now on: %s", give_up_hopper(error))
-            run(config_of(query, value))
+            run(config_of(query, value, pv, precision))
 
 
 def _int8_attention(
@@ -87,9 +91,11 @@ def _int8_attention(
     scale: float | None,
     return_lse: bool,
     pv: str,
+    precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _empty_out(query, return_lse)
-    _int8_attention_out(query, key, value, attn_mask, is_causal, scale, pv, out, lse if return_lse else None)
+    wanted = lse if return_lse else None
+    _int8_attention_out(query, key, value, attn_mask, is_causal, scale, pv, precision, out, wanted)
     return out, lse
 
 
@@ -102,6 +108,7 @@ def _fake(
     scale: float | None,
     return_lse: bool,
     pv: str,
+    precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_out(query, return_lse)
 

@@ -28,7 +28,7 @@ _SHIFT_SAMPLES = 2048  # the mean of a sample is as good a shift as the mean of 
 
 
 class QuantizedKey(NamedTuple):
-    """The key's part of a Quantized, and shift: float32 [B, Hkv, DP], the rotated mean of the keys that was taken off."""
+    """The key's part of a Quantized, and shift: float32 [B, Hkv, DP], the rotated mean that was taken off the keys."""
 
     key: torch.Tensor
     key_scale: torch.Tensor
@@ -37,6 +37,7 @@ class QuantizedKey(NamedTuple):
     key_norm: torch.Tensor | None
     live: torch.Tensor | None
     shift: torch.Tensor
+    kv_len: int
 
 
 class QuantizedQuery(NamedTuple):
@@ -59,6 +60,7 @@ class Quantized(NamedTuple):
     in float32, else 1; or None.  lse_term: float32 [B, H, Lq], scale * query . shift (natural log); or None.
     With config.gluon also key_norm: float32 [B, Hkv, N / block_n], largest norm of a key of the tile; and, with a bias,
     live: int32 [Bm, Hm, 1 + N / block_n], how many tiles have a key that is not masked (at least 1), and which.
+    kv_len: Lk.
     """
 
     query: torch.Tensor
@@ -70,6 +72,7 @@ class Quantized(NamedTuple):
     lse_term: torch.Tensor | None
     key_norm: torch.Tensor | None = None
     live: torch.Tensor | None = None
+    kv_len: int = 0
 
 
 @triton.jit(do_not_specialize=["N", "NP", "heads"])
@@ -271,7 +274,15 @@ def quantize(
     group = query.shape[1] // key.shape[1]
     k = _quantize_key(key, attn_mask, config, group, per_token, rotation)
     q = _quantize_query(query, scale, k.shift if lse else None, rotation)
-    return Quantized(q.query, q.query_scale, k.key, k.key_scale, k.bias, k.anchor, q.lse_term, k.key_norm, k.live)
+    return join(q, k)
+
+
+def join(query: QuantizedQuery, key: QuantizedKey) -> Quantized:
+    """What the attention kernel takes, of a query and a key that were quantised for one Config."""
+    q, k = query, key
+    return Quantized(
+        q.query, q.query_scale, k.key, k.key_scale, k.bias, k.anchor, q.lse_term, k.key_norm, k.live, k.kv_len
+    )
 
 
 def quantize_key(
@@ -332,7 +343,7 @@ def _quantize_key(
         ROWS=config.block_n, IS_KEY=True, SCALES=scales, HAS_NORM=key_norm is not None, HAS_LSE=False,
         HAS_ROTATION=True, UPCAST=interpreting(), num_warps=8, **shared,
     )  # fmt: skip
-    return QuantizedKey(key8, key_scale, bias, anchor, key_norm, live, shift)
+    return QuantizedKey(key8, key_scale, bias, anchor, key_norm, live, shift, kv_len)
 
 
 def _quantize_query(

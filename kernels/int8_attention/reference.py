@@ -20,12 +20,15 @@ def int8_attention_reference(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    pv: str = "auto",
+    precision: str = "auto",
     block_n: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out [B, H, Lq, D] in query's dtype, lse [B, H, Lq] float32, natural log).
 
     query [B, H, Lq, D]; key, value [B, Hkv, Lk, D] with H a multiple of Hkv; attn_mask None or per key
-    [1 or B, 1 or H, 1, 1 or Lk], bool (True = keep) or floating (added); block_n: keys that share a scale.
+    [1 or B, 1 or H, 1, 1 or Lk], bool (True = keep) or floating (added); pv, precision: as for int8_attention();
+    block_n: keys of a step, which share a scale unless precision is "high".
     """
     heads, q_len, head_dim = query.shape[1:]
     kv_heads, kv_len = key.shape[1:3]
@@ -43,10 +46,11 @@ def int8_attention_reference(
 
     q_peak = q.abs().amax(-1, keepdim=True)
     q8 = (q * (127 / q_peak).nan_to_num(0, 0, 0)).round()
-    blocks = torch.nn.functional.pad(k, (0, 0, 0, -kv_len % block_n)).unflatten(2, (-1, block_n))
+    shared = 1 if precision == "high" else block_n
+    blocks = torch.nn.functional.pad(k, (0, 0, 0, -kv_len % shared)).unflatten(2, (-1, shared))
     k_peak = blocks.abs().amax((-1, -2), keepdim=True)
     k8 = (blocks * (127 / k_peak).nan_to_num(0, 0, 0)).round().flatten(2, 3)[:, :, :kv_len]
-    k_scale = (k_peak / 127).expand(-1, -1, -1, block_n, -1).flatten(2, 3)[:, :, :kv_len, 0]
+    k_scale = (k_peak / 127).expand(-1, -1, -1, shared, -1).flatten(2, 3)[:, :, :kv_len, 0]
 
     exact = (q8.double() @ k8.double().repeat_interleave(group, 1).transpose(-1, -2)).float()
     scores = exact * (q_peak / 127 * (softmax_scale * _LOG2E)) * k_scale.repeat_interleave(group, 1)[:, :, None]
@@ -54,10 +58,21 @@ def int8_attention_reference(
     if is_causal:
         future = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).triu(1)
         scores = scores.masked_fill(future, -math.inf)
-    out, lse = _online_softmax(scores, value.repeat_interleave(group, 1), block_n)
+    v_scale = torch.ones(())
+    if pv == "fp8":
+        value, v_scale = _to_e4m3(value.float(), kept)
+        v_scale = v_scale.repeat_interleave(group, 1)
+    out, lse = _online_softmax(scores, value.repeat_interleave(group, 1), block_n, peak=8 if pv == "fp8" else 0)
     term = (q * shift.repeat_interleave(group, 1)).sum(-1) * softmax_scale
     lse = lse + torch.where(absorbed[:, :, None], 0.0, term) + anchor[:, :, None]
-    return out.to(query.dtype), lse
+    return (out * v_scale).to(query.dtype), lse
+
+
+def _to_e4m3(value: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values with a scale for each channel, over the kept keys; others are 0."""
+    value = torch.where(kept[..., None], value, 0.0)
+    peak = value.abs().amax(2, keepdim=True)
+    return (value * (448 / peak).nan_to_num(0, 0, 0)).to(torch.float8_e4m3fn), peak / 448
 
 
 def _bias(attn_mask: torch.Tensor | None, query: torch.Tensor, kv_len: int) -> tuple[torch.Tensor, ...]:
@@ -97,13 +112,18 @@ def _shift(k: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return total / kept.sum(2, keepdim=True).clamp(min=1)
 
 
-def _online_softmax(scores: torch.Tensor, value: torch.Tensor, block_n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over blocks of keys; P is rounded to the value's dtype under the running maximum, as in the kernel."""
+def _online_softmax(
+    scores: torch.Tensor, value: torch.Tensor, block_n: int, peak: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over blocks of keys; P is rounded to the value's dtype under the running maximum, as in the kernel.
+
+    peak: log2 of the largest P.
+    """
     top = torch.full(scores.shape[:-1], -1e30, device=scores.device)
     total = torch.zeros_like(top)
     out = torch.zeros(*scores.shape[:-1], value.shape[-1], device=scores.device)
     for s, v in zip(scores.split(block_n, -1), value.split(block_n, 2), strict=True):
-        new_top = torch.fmax(top, s.nan_to_num(nan=-math.inf).amax(-1))
+        new_top = torch.fmax(top, s.nan_to_num(nan=-math.inf).amax(-1) - peak)
         p = torch.exp2(s - new_top[..., None])
         decay = torch.exp2(top - new_top)
         total = total * decay + p.sum(-1)

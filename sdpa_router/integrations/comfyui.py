@@ -31,6 +31,7 @@ def attention_function(
     on_unsupported: str = "fallback",
     min_kv: int | None = None,
     pv: str = "auto",
+    precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
 ) -> Attention:
@@ -42,7 +43,9 @@ def attention_function(
     Raises ImportError where there is no ComfyUI, or one that can't be served.
     """
     torch_attention: Attention = _comfy_attention().attention_pytorch
-    routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, skip=skip, log=log)(torch_attention)
+    routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, precision=precision, skip=skip, log=log)(
+        torch_attention
+    )
     native = route(skip=_always, log=log)(torch_attention)
 
     def attention_sdpa_router(
@@ -76,6 +79,7 @@ def register(
     on_unsupported: str = "fallback",
     min_kv: int | None = None,
     pv: str = "auto",
+    precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
 ) -> None:
@@ -84,7 +88,9 @@ def register(
     No model uses it by itself. Registering again replaces the settings.
     """
     comfy = _comfy_attention()
-    attention = attention_function(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, skip=skip, log=log)
+    attention = attention_function(
+        on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, precision=precision, skip=skip, log=log
+    )
     comfy.REGISTERED_ATTENTION_FUNCTIONS.pop(NAME, None)
     comfy.register_attention_function(NAME, comfy.wrap_attn(attention))
 
@@ -100,6 +106,7 @@ def patch_model(
     on_unsupported: str = "fallback",
     min_kv: int | None = None,
     pv: str = "auto",
+    precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
 ) -> Any:
@@ -111,7 +118,9 @@ def patch_model(
     """
     if not callable(getattr(model, "clone", None)) or not isinstance(getattr(model, "model_options", None), dict):
         raise TypeError(f"given {type(model).__name__}; accepted: a ComfyUI model (ModelPatcher)")
-    attention = attention_function(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, skip=skip, log=log)
+    attention = attention_function(
+        on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, precision=precision, skip=skip, log=log
+    )
     patched = model.clone()
     options = dict(patched.model_options.get("transformer_options", {}))
     found = options.get(OVERRIDE)

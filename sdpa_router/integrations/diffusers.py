@@ -33,6 +33,7 @@ def register(
     on_unsupported: str = "fallback",
     min_kv: int | None = None,
     pv: str = "auto",
+    precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
 ) -> None:
@@ -49,7 +50,7 @@ def register(
     >>> pipe.transformer.set_attention_backend("sdpa_router")
     """
     global _registered
-    name = intern(Settings(on_unsupported, min_kv, pv, skip, log))
+    name = intern(Settings(on_unsupported, min_kv, pv, precision, skip, log))
     parts = _parts()
     if NAME not in parts.names._value2member_map_:
         _add_member(parts.names)
@@ -76,6 +77,7 @@ def patch(
     on_unsupported: str = "fallback",
     min_kv: int | None = None,
     pv: str = "auto",
+    precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
 ) -> None:
@@ -86,13 +88,15 @@ def patch(
     Raises ImportError for a diffusers that can't be served.
     """
     global _patched
-    name = intern(Settings(on_unsupported, min_kv, pv, skip, log))
+    name = intern(Settings(on_unsupported, min_kv, pv, precision, skip, log))
     model = _parts().model
     if model.__call__ is not _routed_call:
         _calls.previous = model.__dict__.get("__call__")
         model.__call__ = _routed_call
     _calls.native = _calls.previous or torch.nn.Module.__call__
-    _calls.routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, skip=skip, log=log)(_calls.native)
+    _calls.routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, precision=precision, skip=skip, log=log)(
+        _calls.native
+    )
     _patched = name
 
 

@@ -26,6 +26,7 @@ def register(
     on_unsupported: str = "fallback",
     min_kv: int | None = None,
     pv: str = "auto",
+    precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
 ) -> None:
@@ -39,9 +40,9 @@ def register(
     >>> register()
     >>> model = AutoModel.from_pretrained(path, attn_implementation="sdpa_router")
     """
-    settings = Settings(on_unsupported, min_kv, pv, skip, log)
+    settings = Settings(on_unsupported, min_kv, pv, precision, skip, log)
     parts = _parts()
-    routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, skip=skip, log=log)
+    routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, precision=precision, skip=skip, log=log)
     parts.attention_interface.register(NAME, _attention(settings, routed, parts.sdpa_attention_forward))
     parts.mask_interface.register(NAME, _mask(parts.sdpa_mask, parts.bidirectional_mask_function))
 
