@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import triton
 import triton.backends.nvidia
@@ -20,10 +21,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sdpa_router.kernels.int8_attention import forward, quantize
-from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for, padded_head_dim
+from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, Config, config_for, padded_head_dim
+from sdpa_router.kernels.int8_attention.limits import LIMITS
 
 TOOLS = os.path.join(os.path.dirname(triton.backends.nvidia.__file__), "bin")
-STRIDES = "s_vb s_vh s_vn s_ob s_oh s_om s_b s_h s_l s_n".split()
+STRIDES = "s_vb s_vh s_vn s_ob s_oh s_om s_b s_h s_n s_kb s_kh s_kn s_qb s_qh s_qm".split()
 HEAD_DIMS = (64, 96, 128, 256)  # 96 is padded to 128
 
 
@@ -37,77 +39,97 @@ def integers(names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), "i32")
 
 
+class Flags(NamedTuple):
+    """What a variant of the attention kernel does besides."""
+
+    bias: bool = False
+    lse: bool = False
+    causal: bool = False
+    tail: bool = False
+    per_key: bool = False
+    fp8: bool = False
+
+
+PLAIN, TAIL, CAUSAL = Flags(), Flags(bias=True, lse=True, tail=True), Flags(lse=True, causal=True)
+SINGLE = (Flags(bias=True), Flags(lse=True))
+HIGH, FP8 = Flags(bias=True, lse=True, tail=True, per_key=True), Flags(bias=True, lse=True, tail=True, fp8=True)
+
+
 def attention_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict, dict]]:
-    plain, tail = ("plain", False, False, False, True), ("bias lse tail", True, True, False, False)
-    single = [("bias", True, False, False, True), ("lse", False, True, False, True)]
-    causal = ("causal lse", False, True, True, True)
+    modes = [HIGH, *([FP8, FP8._replace(causal=True, bias=False)] if has_fp8(arch) else [])]
     for head_dim, dtype in [*((d, "bf16") for d in HEAD_DIMS), (128, "fp16")]:
-        padded = padded_head_dim(head_dim)
-        flags = [plain, tail, causal, *(single if head_dim == 128 else [])] if dtype == "bf16" else [plain]
+        flags = [PLAIN, TAIL, CAUSAL, *modes, *(SINGLE if head_dim == 128 else [])] if dtype == "bf16" else [PLAIN]
         configs = {config_for(arch, head_dim), config_for(arch, head_dim, describable=False)}
-        for (name, bias, lse, causal_, even), config in itertools.product(flags, configs):
-            tma = config.tma
-            types = dict.fromkeys("Q_SCALE K_SCALE BIAS ANCHOR LSE_TERM LSE".split(), "*fp32") | {
-                "Q8": "*i8",
-                "K8": f"tensordesc<i8[{config.block_n}, {padded}]>" if tma else "*i8",
-                "V": f"tensordesc<{dtype}[1, 1, {config.block_n}, {padded}]>" if tma else f"*{dtype}",
-                "OUT": f"*{dtype}",
-                **integers("M N NP heads group s_vb s_vh s_vn s_ob s_oh s_om s_lb s_lh s_lm s_bias_b s_bias_h"),
-            }
-            constants = {
-                "D": head_dim, "DP": padded, "BM": config.block_m, "BN": config.block_n, "HAS_BIAS": bias,
-                "HAS_LSE": lse, "CAUSAL": causal_, "EVEN_N": even, "TMA": tma, "UPCAST": False,
-            }  # fmt: skip
-            options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
-            label = f"attention D{head_dim} {dtype} {name}{' tma' if tma else ''}"
-            yield label, forward._attention, types, constants, options
+        for chosen, config in itertools.product(flags, configs):
+            yield attention_variant(head_dim, dtype, chosen, config)
+
+
+def has_fp8(arch: int | str) -> bool:
+    return arch in LIMITS.fp8_hip_archs if isinstance(arch, str) else divmod(arch, 10) >= LIMITS.fp8_min_capability
+
+
+def attention_variant(
+    head_dim: int, dtype: str, flags: Flags, config: Config
+) -> tuple[str, object, dict, dict, dict]:
+    padded, tma, rows = padded_head_dim(head_dim), config.tma, config.block_n
+    held = "fp8e4nv" if flags.fp8 else dtype
+    block = f"1, 1, {padded}, {rows}" if flags.fp8 else f"1, 1, {rows}, {padded}"
+    types = dict.fromkeys("Q_SCALE K_SCALE BIAS ANCHOR LSE_TERM V_SCALE LSE".split(), "*fp32") | {
+        "Q8": "*i8",
+        "K8": f"tensordesc<i8[{rows}, {padded}]>" if tma else "*i8",
+        "V": f"tensordesc<{held}[{block}]>" if tma else f"*{held}",
+        "OUT": f"*{dtype}",
+        **integers("M N NP heads group s_vb s_vh s_vn s_ob s_oh s_om s_lb s_lh s_lm s_bias_b s_bias_h"),
+    }
+    constants = {
+        "D": head_dim, "DP": padded, "BM": config.block_m, "BN": rows, "HAS_BIAS": flags.bias, "HAS_LSE": flags.lse,
+        "CAUSAL": flags.causal, "EVEN_N": not flags.tail, "TMA": tma, "PER_KEY": flags.per_key, "FP8": flags.fp8,
+        "UPCAST": False,
+    }  # fmt: skip
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    words = [name for name, value in flags._asdict().items() if value]
+    label = f"attention D{head_dim} {dtype} {' '.join(words) or 'plain'}{' tma' if tma else ''}"
+    return label, forward._attention, types, constants, options
 
 
 def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict, dict]]:
+    types = dict.fromkeys("SHIFT BIAS K_SCALE NORM Q_SCALE LSE_TERM".split(), "*fp32") | {
+        "K": "*bf16", "Q": "*bf16", "ROTATION": "*bf16", "K8": "*i8", "Q8": "*i8", "factor": "fp32",
+        "lse_factor": "fp32",
+        **integers("N NP M step heads kv_heads key_programs k_chunks q_chunks bias_rows"),
+        **integers("s_kb s_kh s_kn s_qb s_qh s_qm s_b s_h s_n s_bias_b s_bias_h"),
+    }  # fmt: skip
     for head_dim in HEAD_DIMS:
         padded = padded_head_dim(head_dim)
         shared = {"D": head_dim, "DP": padded, "B": min(padded, 128)}
-        rows, q_rows = config_for(arch, head_dim).block_n, 64 if padded <= 128 else 32
-        types = dict.fromkeys("SHIFT BIAS SCALE NORM LSE_TERM".split(), "*fp32") | {
-            "X": "*bf16", "K": "*bf16", "ROTATION": "*bf16", "Y": "*i8", "factor": "fp32", "lse_factor": "fp32",
-            **integers("L N NP step heads group bias_rows s_b s_h s_l s_n s_bias_b s_bias_h"),
-        }  # fmt: skip
-        for name, constants, warps in (
-            ("key", {"ROWS": rows, "IS_KEY": True, "HAS_BIAS": False, "HAS_LSE": False}, 8),
-            ("masked key", {"ROWS": rows, "IS_KEY": True, "HAS_BIAS": True, "HAS_LSE": False}, 8),
-            ("query", {"ROWS": q_rows, "IS_KEY": False, "HAS_BIAS": False, "HAS_LSE": False}, 8),
-            ("query lse", {"ROWS": q_rows, "IS_KEY": False, "HAS_BIAS": False, "HAS_LSE": True}, 8),
-        ):
-            constants = shared | constants | {"SCALES": 1, "HAS_NORM": False, "HAS_ROTATION": True, "UPCAST": False}
-            yield f"quantize D{head_dim} {name}", quantize._quantize, types, constants, {"num_warps": warps}
+        kinds = {config_for(arch, head_dim): (1,)}
+        if arch == 90:
+            kinds[HOPPER_GLUON[padded]] = (4, HOPPER_GLUON[padded].block_n)
+        for config, scales in kinds.items():
+            tiling = quantize.tiling_of(padded, config)
+            for per_block, (bias, lse, rotation) in itertools.product(
+                scales, ((False, False, True), (True, True, True), (False, False, False))
+            ):
+                constants = shared | {
+                    "K_ROWS": config.block_n, "Q_ROWS": tiling.q_rows, "STEPS": tiling.steps,
+                    "STAGES": tiling.num_stages, "HAS_BIAS": bias, "SCALES": per_block, "HAS_NORM": config.gluon,
+                    "HAS_LSE": lse, "HAS_ROTATION": rotation, "UPCAST": False,
+                }  # fmt: skip
+                words = f"{per_block}{' bias' if bias else ''}{' lse' if lse else ''}{'' if rotation else ' alone'}"
+                options = {"num_warps": tiling.num_warps}
+                yield f"quantize D{head_dim} scales {words}", quantize._quantize, types, constants, options
         for bias in (False, True):
-            yield (
-                f"key shift D{head_dim}{' bias' if bias else ''}",
-                quantize._key_shift,
-                types,
-                shared | {"ROWS": quantize.shift_rows(padded, bias), "HAS_BIAS": bias},
-                {"num_warps": 8},
-            )
+            rows = quantize.shift_rows(padded, bias)
+            constants = shared | {"ROWS": rows, "SAMPLES": quantize.SHIFT_SAMPLES, "HAS_BIAS": bias}
+            label = f"key shift D{head_dim}{' bias' if bias else ''}"
+            yield label, quantize._key_shift, types, constants, {"num_warps": 8}
     for kind in ("*fp16", "*u8"):
         types = {"MASK": kind, "BIAS": "*fp32", "ANCHOR": "*fp32", "LIVE": "*i32", **integers("N NP heads s_b s_h s_n")}
-        constants = {"IS_BOOL": kind == "*u8", "BLOCK": 4096, "TILE": 128, "HAS_LIVE": arch == 90}
-        yield f"prepare bias {kind}", quantize._prepare_bias, types, constants, {"num_warps": 8}
-    if arch == 90:
-        yield from grouped_variants()
-
-
-def grouped_variants() -> Iterator[tuple[str, object, dict, dict, dict]]:
-    """Keys as the Hopper kernel takes them: four scales a tile."""
-    types = dict.fromkeys("SHIFT BIAS SCALE NORM LSE_TERM".split(), "*fp32") | {
-        "X": "*bf16", "ROTATION": "*bf16", "Y": "*i8", "factor": "fp32", "lse_factor": "fp32",
-        **integers("L heads group bias_rows s_b s_h s_l s_bias_b s_bias_h"),
-    }  # fmt: skip
-    for head_dim, config in HOPPER_GLUON.items():
         constants = {
-            "D": head_dim, "DP": head_dim, "B": min(head_dim, 128), "ROWS": config.block_n, "IS_KEY": True,
-            "HAS_BIAS": True, "SCALES": 4, "HAS_NORM": True, "HAS_LSE": False, "HAS_ROTATION": True, "UPCAST": False,
+            "IS_BOOL": kind == "*u8", "BLOCK": quantize.BIAS_BLOCK, "PART": quantize.BIAS_PART, "TILE": 128,
+            "HAS_LIVE": arch == 90,
         }  # fmt: skip
-        yield f"quantize D{head_dim} grouped key", quantize._quantize, types, constants, {"num_warps": 8}
+        yield f"prepare bias {kind}", quantize._prepare_bias, types, constants, {"num_warps": 8}
 
 
 def compile_variant(kernel, types: dict, constants: dict, options: dict, target: GPUTarget):

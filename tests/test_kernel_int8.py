@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sdpa_router import int8_attention, merge_attention
 from sdpa_router.kernels.int8_attention import configs
 from sdpa_router.kernels.int8_attention.configs import config_of
+from sdpa_router.kernels.int8_attention.launch import forget
 from sdpa_router.kernels.int8_attention.reference import int8_attention_reference
 from sdpa_router.testing import relative_error, sdpa_oracle
 
@@ -407,14 +408,14 @@ def test_a_kernel_that_does_not_compile_is_replaced_once(monkeypatch, caplog):
             raise triton_errors.CompilationError("", None, "no such layout")
         return portable(quantized, value, config, **options)
 
-    def choose(query, value):
+    def choose(query, value, pv, precision):
         gluon = not configs._failures
         return configs.Config(64, 64, 4, 1, gluon=gluon)
 
     monkeypatch.setattr(configs, "_failures", [])
     monkeypatch.setattr(op, "config_of", choose)
     monkeypatch.setattr(forward, "attention", attention)
-    query, key, value = draw(1, 1, 1, 20, 70, 64)
+    query, key, value = draw(1, 1, 1, 20, 77, 64)  # sizes of this test alone: what was launched before is replayed
     with caplog.at_level("WARNING", "sdpa_router.dispatch"):
         for _ in range(2):
             assert relative_error(int8_attention(query, key, value), sdpa_oracle(query, key, value)[0]) < BUDGET
@@ -437,6 +438,26 @@ def test_current_stream_and_graph_capture():
     value.copy_(value.flip(2))
     graph.replay()
     assert torch.equal(captured, int8_attention(query, key, value, bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"precision": "high"}, {"pv": "fp8"}, {"is_causal": True}])
+def test_replayed_launches_answer_like_the_first(options):
+    """Other addresses, another stream and another thread's memory, with and without what the first call had."""
+    forget()
+    answers = []
+    for number in range(4):
+        query, key, value = draw(1, 4, 2, 200, 900, 64, torch.bfloat16)
+        bias = None if "is_causal" in options else torch.randn(1, 4, 1, 900, device=DEVICE)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream if number % 2 else torch.cuda.current_stream()):
+            answers.append(int8_attention(query, key, value, bias, enable_gqa=True, return_lse=True, **options))
+        torch.cuda.synchronize()
+        forget()
+        fresh = int8_attention(query, key, value, bias, enable_gqa=True, return_lse=True, **options)
+        assert torch.equal(answers[-1][0], fresh[0])
+        assert torch.equal(answers[-1][1], fresh[1])
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .configs import Config, padded_head_dim
+from .launch import launch
 from .limits import interpreting
 from .quantize import Quantized, row_strides
 from .quantize_value import QuantizedValue, _e4m3
@@ -201,7 +202,8 @@ def attention(
         key = TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [config.block_n, padded])
         block = [1, 1, padded, config.block_n] if fp8 else [1, 1, config.block_n, padded]
         values = TensorDescriptor(values, list(values.shape), list(values.stride()), block)
-    _attention[(triton.cdiv(q_len, config.block_m), batch * heads)](
+    launch(
+        _attention, (triton.cdiv(q_len, config.block_m), batch * heads),
         quantized.query, quantized.query_scale, key, quantized.key_scale,
         bias if bias is not None else unused,
         quantized.anchor if quantized.anchor is not None else unused,

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .configs import Config, config_of, give_up_hopper
+from .configs import config_of, give_up_hopper
+from .launch import replay
 
 _LOG = logging.getLogger("sdpa_router.dispatch")
 
@@ -59,27 +60,44 @@ def _int8_attention_out(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
+    softmax_scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
+
+    def run() -> None:
+        _run(query, key, value, attn_mask, is_causal, softmax_scale, pv, precision, out, lse)
+
+    numbers = (is_causal, softmax_scale, pv, precision)
+    tensors = (query, key, value, attn_mask, out, lse)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        try:
+            replay(numbers, tensors, run)
+        except _compile_errors() as error:
+            if not config_of(query, value, pv, precision).gluon:
+                raise
+            _LOG.warning("the portable int8 kernel from now on: %s", give_up_hopper(error))
+            replay(numbers, tensors, run)
+
+
+def _run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    softmax_scale: float,
+    pv: str,
+    precision: str,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
     from .forward import attention
     from .quantize import quantize
     from .quantize_value import quantize_value
 
-    softmax_scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
-
-    def run(config: Config) -> None:
-        per_token = precision == "high"
-        quantized = quantize(query, key, attn_mask, softmax_scale, config, lse=lse is not None, per_token=per_token)
-        values = quantize_value(value, quantized.bias, config) if pv == "fp8" else value
-        attention(quantized, values, config, is_causal=is_causal, out=out, lse=lse)
-
     config = config_of(query, value, pv, precision)
-    with torch.cuda.device_of(query):  # Triton launches on the current device
-        try:
-            run(config)
-        except _compile_errors() as error:
-            if not config.gluon:
-                raise
-            _LOG.warning("the portable int8 kernel from now on: %s", give_up_hopper(error))
-            run(config_of(query, value, pv, precision))
+    per_token = precision == "high"
+    quantized = quantize(query, key, attn_mask, softmax_scale, config, lse=lse is not None, per_token=per_token)
+    values = quantize_value(value, quantized.bias, config) if pv == "fp8" else value
+    attention(quantized, values, config, is_causal=is_causal, out=out, lse=lse)
 
 
 def _int8_attention(

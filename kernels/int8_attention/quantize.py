@@ -7,7 +7,6 @@ A masked key counts for nothing here: it changes neither the mean nor a scale.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .configs import Config, padded_head_dim
+from .launch import empty, launch
 from .limits import interpreting
 
 LOG2E = math.log2(math.e)
@@ -24,7 +24,8 @@ ABSORBING = tl.constexpr(2.0**24)
 # In log2: a key this far under the largest bias of its row is left out of shift and scale. Its score would have to be
 # 8192 (natural log) higher than the others to count.
 NEGLIGIBLE = tl.constexpr(-8192.0 * LOG2E)
-_SHIFT_SAMPLES = 2048  # the mean of a sample is as good a shift as the mean of all keys, at a fraction of the reads
+SHIFT_SAMPLES = 512  # the mean of a sample is as good a shift as the mean of all keys, at a fraction of the reads
+BIAS_PART, BIAS_BLOCK = 2048, 8192  # keys that a program prepares, and that it looks at in a step
 
 
 class QuantizedKey(NamedTuple):
@@ -75,42 +76,55 @@ class Quantized(NamedTuple):
     kv_len: int = 0
 
 
+@triton.jit
+def _raw_bias(MASK, n, N, s_n, IS_BOOL: tl.constexpr):
+    """Bias (natural log) of keys as given, float32; what lies past the last key is 0 or -inf."""
+    b = tl.load(MASK + n.to(tl.int64) * s_n, mask=n < N, other=0)
+    return tl.where(b != 0, 0.0, float("-inf")) if IS_BOOL else b.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["N", "NP", "heads"])
 def _prepare_bias(
     MASK, BIAS, ANCHOR, LIVE, N, NP, heads, s_b, s_h, s_n,
-    IS_BOOL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, HAS_LIVE: tl.constexpr,
+    IS_BOOL: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):  # fmt: skip
-    """One program a mask row: any dtype and strides to float32 in log2 units, shifted so that its largest is 0."""
-    row = tl.program_id(0).to(tl.int64)
+    """Any dtype and strides to float32 in log2 units, shifted so that the largest of the row is 0.
+
+    One program PART keys of a mask row: each looks at the whole row for its largest value, and at the tiles before its
+    own for their place in the list of live ones.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * PART
     MASK += (row // heads) * s_b + (row % heads) * s_h
+    LIVE += row * (NP // TILE + 1)
     cols = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
+    before = tl.zeros([BLOCK // TILE], tl.int32)
     for start in range(0, N, BLOCK):
         n = start + cols
-        b = tl.load(MASK + n.to(tl.int64) * s_n, mask=n < N, other=0)
-        b = tl.where(b != 0, 0.0, float("-inf")) if IS_BOOL else b.to(tl.float32)
+        b = _raw_bias(MASK, n, N, s_n, IS_BOOL)
         top = tl.maximum(top, tl.where((n < N) & (tl.abs(b) < float("inf")), b, float("-inf")))
+        if HAS_LIVE:
+            kept = (n < tl.minimum(first, N)) & (b != float("-inf"))
+            before += tl.max(kept.to(tl.int32).reshape([BLOCK // TILE, TILE]), 1)
     anchor = tl.max(top, 0)
     anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
-    tl.store(ANCHOR + row * 2, anchor)
-    tl.store(ANCHOR + row * 2 + 1, tl.where(tl.abs(anchor) < ABSORBING, 1.0, 0.0))
-    count = tl.full([], 0, tl.int32)
-    for start in range(0, NP, BLOCK):
-        n = start + cols
-        b = tl.load(MASK + n.to(tl.int64) * s_n, mask=n < N, other=0)
-        b = tl.where(b != 0, 0.0, float("-inf")) if IS_BOOL else b.to(tl.float32)
-        b = tl.where(n < N, (b - anchor) * 1.4426950408889634, float("-inf"))
-        tl.store(BIAS + row * NP + n, b, mask=n < NP)
-        if HAS_LIVE:
-            tile = start // TILE + tl.arange(0, BLOCK // TILE)
-            alive = tl.max((b.reshape([BLOCK // TILE, TILE]) != float("-inf")).to(tl.int32), 1)
-            place = count + tl.cumsum(alive, 0) - alive
-            tl.store(LIVE + row * (NP // TILE + 1) + 1 + place, tile, mask=alive != 0)
-            count += tl.sum(alive, 0)
+    n = first + tl.arange(0, PART)
+    b = _raw_bias(MASK, n, N, s_n, IS_BOOL)
+    tl.store(BIAS + row * NP + n, tl.where(n < N, (b - anchor) * 1.4426950408889634, float("-inf")), mask=n < NP)
+    if first == 0:
+        tl.store(ANCHOR + row * 2, anchor)
+        tl.store(ANCHOR + row * 2 + 1, tl.where(tl.abs(anchor) < ABSORBING, 1.0, 0.0))
     if HAS_LIVE:
-        LIVE += row * (NP // TILE + 1)
-        tl.store(LIVE + 1, 0, mask=count == 0)
-        tl.store(LIVE, tl.maximum(count, 1))
+        kept = (n < N) & (b != float("-inf"))
+        alive = tl.max(kept.to(tl.int32).reshape([PART // TILE, TILE]), 1)
+        count = tl.sum(before, 0)
+        place = count + tl.cumsum(alive, 0) - alive
+        tl.store(LIVE + 1 + place, first // TILE + tl.arange(0, PART // TILE), mask=alive != 0)
+        count += tl.sum(alive, 0)
+        if first + PART >= NP:
+            tl.store(LIVE + 1, 0, mask=count == 0)
+            tl.store(LIVE, tl.maximum(count, 1))
 
 
 @triton.jit
@@ -158,9 +172,10 @@ def _round(y):
 @triton.jit(do_not_specialize=["N", "NP", "step", "heads", "bias_rows"])
 def _key_shift(
     K, BIAS, SHIFT, ROTATION, N, NP, step, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """SHIFT[B, Hkv, DP] = rotated mean over the kept keys of every step-th block of ROWS keys, or of all keys.
+    """SHIFT[B, Hkv, DP] = rotated mean over the kept ones of every step-th key, or of all keys where those are few.
 
     ROTATION[B, B] is written for _quantize, where making it would cost more than the rest of the work.
     """
@@ -173,85 +188,169 @@ def _key_shift(
     h = (head % heads).to(tl.int64)
     K += b * s_b + h * s_h
     BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
-    rows = tl.arange(0, ROWS)
-    cols = tl.arange(0, DP)
     total = tl.zeros([ROWS, DP], tl.float32)
     count = tl.zeros([ROWS], tl.float32)
-    for attempt in tl.static_range(2):
-        # A second pass over all keys only where the sample holds none that is kept.
-        stride = step * ROWS if attempt == 0 else ROWS
-        end = N if attempt == 0 else tl.where(tl.sum(count, 0) == 0, N, 0)
-        for start in range(0, end, stride):
-            n = start + rows
-            keep = _kept(BIAS, bias_rows, s_bias_h * NP, n, N, HAS_BIAS)
-            inside = keep[:, None] & (cols < D)[None, :]
-            total += tl.load(K + n[:, None].to(tl.int64) * s_n + cols[None, :], mask=inside, other=0).to(tl.float32)
-            count += keep.to(tl.float32)
+    for start in range(0, SAMPLES, ROWS):
+        n = (start + tl.arange(0, ROWS)) * step
+        total, count = _add_kept(total, count, K, BIAS, n, N, NP, bias_rows, s_n, s_bias_h, D, DP, HAS_BIAS)
+    if HAS_BIAS:
+        # Few of the sample are kept: all keys, and those of the sample twice.
+        end = tl.where(tl.sum(count, 0) < 16, N, 0)
+        for start in range(0, end, ROWS):
+            n = start + tl.arange(0, ROWS)
+            total, count = _add_kept(total, count, K, BIAS, n, N, NP, bias_rows, s_n, s_bias_h, D, DP, HAS_BIAS)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0)
     parts = mean.reshape([DP // B, B])
     shift = tl.sum(parts[:, :, None] * rotation[None, :, :], 1)
-    tl.store(SHIFT + head * DP + cols, shift.reshape([DP]))
+    tl.store(SHIFT + head * DP + tl.arange(0, DP), shift.reshape([DP]))
 
 
-@triton.jit(do_not_specialize=["L", "heads", "group", "bias_rows"])
-def _quantize(
-    X, SHIFT, ROTATION, BIAS, Y, SCALE, NORM, LSE_TERM, factor, lse_factor, L, heads, group, bias_rows,
-    s_b, s_h, s_l, s_bias_b, s_bias_h,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, IS_KEY: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr,
-    HAS_ROTATION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """One program a block of ROWS rows of one head: a scale for each row of a query, SCALES (1, 4, ROWS) for keys."""
-    block = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    b = head // heads
-    h = head % heads
-    rows = block * ROWS + tl.arange(0, ROWS)
+@triton.jit
+def _add_kept(
+    total, count, K, BIAS, n, N, NP, bias_rows, s_n, s_bias_h, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """Sums [ROWS, DP] and numbers [ROWS] of keys with the kept ones of the keys n added."""
+    keep = _kept(BIAS, bias_rows, s_bias_h * NP, n, N, HAS_BIAS)
     cols = tl.arange(0, DP)
-    keep = rows < L
-    if IS_KEY:
-        NP = tl.num_programs(0) * ROWS
-        BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
-        keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, L, HAS_BIAS)
-    X += b * s_b + h * s_h
-    x = tl.load(X + rows[:, None].to(tl.int64) * s_l + cols[None, :], mask=keep[:, None] & (cols < D)[None, :], other=0)
+    inside = keep[:, None] & (cols < D)[None, :]
+    x = tl.load(K + n[:, None].to(tl.int64) * s_n + cols[None, :], mask=inside, other=0)
+    return total + x.to(tl.float32), count + keep.to(tl.float32)
+
+
+@triton.jit
+def _rotated(X, rows, keep, s_l, rotation, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, UPCAST: tl.constexpr):
+    """Rows of X, rotated: float32 [ROWS, DP], 0 where they are not kept."""
+    cols = tl.arange(0, DP)
+    inside = keep[:, None] & (cols < D)[None, :]
+    x = tl.load(X + rows[:, None].to(tl.int64) * s_l + cols[None, :], mask=inside, other=0)
+    return _rotate(x.to(tl.float32) if UPCAST else x, rotation, rows.shape[0], DP, B)
+
+
+@triton.jit
+def _store(Y, rows, keep, y, DP: tl.constexpr):
+    """Rows of int8 values, 8 bytes a thread: with 16 Triton would have each thread load 32 bytes of X in two halves."""
+    cols = tl.max_contiguous(tl.arange(0, DP), 8)
+    tl.store(Y + rows[:, None] * DP + cols[None, :], y, mask=keep[:, None])
+
+
+@triton.jit
+def _quantize_keys(
+    K, SHIFT, rotation, BIAS, Y, SCALE, NORM, block, head, N, NP, bias_rows, s_n, s_bias,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, HAS_NORM: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One block of ROWS keys with SCALES (1, 4, ROWS) scales; `K` and `BIAS` are those of this head."""
+    rows = block * ROWS + tl.arange(0, ROWS)
+    keep = _kept(BIAS, bias_rows, s_bias, rows, N, HAS_BIAS)
+    x = _rotated(K, rows, keep, s_n, rotation, D, DP, B, UPCAST)
+    cols = tl.arange(0, DP)
+    x = x - tl.load(SHIFT + head * DP + cols)[None, :] * keep.to(tl.float32)[:, None]
+    # x * 0 is NaN where x is NaN or infinite: such a row or block must answer NaN, as SDPA does.
+    tile = head * (NP // ROWS) + block
+    bad = tl.sum(x * 0.0, 1)
+    if HAS_NORM:
+        tl.store(NORM + tile, tl.sqrt(tl.max(tl.sum(x * x, 1), 0)))
+    peak = tl.max(tl.abs(x), 1) + bad
+    if SCALES == 1:
+        peak = tl.max(peak, 0) + tl.sum(bad, 0)
+        tl.store(SCALE + tile, peak / 127.0)
+    elif SCALES == 4:
+        peak = tl.max(tl.max(peak.reshape([ROWS // 8, 4, 2]), 2), 0) + tl.sum(bad, 0)
+        tl.store(SCALE + tile * 4 + tl.arange(0, 4), peak / 127.0)
+        peak = tl.broadcast_to(peak[None, :, None], [ROWS // 8, 4, 2]).reshape([ROWS])[:, None]
+    else:
+        tl.store(SCALE + head * NP + rows, peak / 127.0)
+        peak = peak[:, None]
+    _store(Y, (head * NP + rows), rows >= 0, _round(x * _inverse(peak)), DP)
+
+
+@triton.jit
+def _quantize_queries(
+    Q, SHIFT, rotation, Y, SCALE, LSE_TERM, block, head, kv_head, M, s_m, factor, lse_factor,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr,
+    HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One block of ROWS queries with a scale each; `Q` is that of this head."""
+    rows = block * ROWS + tl.arange(0, ROWS)
+    keep = rows < M
+    x = _rotated(Q, rows, keep, s_m, rotation, D, DP, B, UPCAST)
+    cols = tl.arange(0, DP)
+    peak = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
+    tl.store(SCALE + head * M + rows, peak / 127.0 * tl.abs(factor), mask=keep)
+    sign = tl.where(factor < 0, -1.0, 1.0)  # so that scores times their scale keep the order of the int8 scores
+    y = _round(x * (_inverse(peak) * sign)[:, None])
+    _store(Y, head * M + rows, keep, y, DP)
+    if HAS_LSE:
+        shift = tl.load(SHIFT + kv_head * DP + cols)
+        tl.store(LSE_TERM + head * M + rows, tl.sum(x * shift[None, :], 1) * lse_factor, mask=keep)
+
+
+@triton.jit(
+    do_not_specialize=["N", "NP", "M", "kv_heads", "heads", "key_programs", "k_chunks", "q_chunks", "bias_rows"]
+)
+def _quantize(
+    K, Q, SHIFT, ROTATION, BIAS, K8, K_SCALE, NORM, Q8, Q_SCALE, LSE_TERM, factor, lse_factor,
+    N, NP, M, kv_heads, heads, key_programs, k_chunks, q_chunks, bias_rows,
+    s_kb, s_kh, s_kn, s_qb, s_qh, s_qm, s_bias_b, s_bias_h,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, K_ROWS: tl.constexpr, Q_ROWS: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALES: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_ROTATION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Query [B, H, M, D] and key [B, Hkv, N, D] to int8: one program STEPS blocks of one head of either.
+
+    The first `key_programs` programs do keys, k_chunks a head, the others queries, q_chunks a head.
+    """
+    program = tl.program_id(0)
     if HAS_ROTATION:
         i = tl.arange(0, B)
         rotation = tl.load(ROTATION + i[:, None] * B + i[None, :])
     else:
         rotation = _hadamard(B)
-    dtype: tl.constexpr = tl.float32 if UPCAST else X.dtype.element_ty
-    x = _rotate(x.to(dtype), rotation.to(dtype), ROWS, DP, B)
-    if IS_KEY:
-        x = tl.where(keep[:, None], x - tl.load(SHIFT + head * DP + cols)[None, :], 0.0)
-        # x * 0 is NaN where x is NaN or infinite: such a row or block must answer NaN, as SDPA does.
-        tile = head * tl.num_programs(0) + block
-        stored = (head * tl.num_programs(0) * ROWS + rows)[:, None]
-        if SCALES == 1:
-            peak = tl.max(tl.max(tl.abs(x), 1), 0) + tl.sum(tl.sum(x * 0.0, 1), 0)
-            tl.store(SCALE + tile, peak / 127.0)
-        else:
-            peak = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
-            if SCALES == 4:
-                bad = tl.sum(tl.sum((peak * 0.0).reshape([ROWS // 8, 4, 2]), 2), 0)
-                peak = tl.max(tl.max(peak.reshape([ROWS // 8, 4, 2]), 2), 0) + bad
-                tl.store(SCALE + tile * 4 + tl.arange(0, 4), peak / 127.0)
-                peak = tl.broadcast_to(peak[None, :, None], [ROWS // 8, 4, 2]).reshape([ROWS])[:, None]
-            else:
-                tl.store(SCALE + head * NP + rows, peak / 127.0)
-                peak = peak[:, None]
-        if HAS_NORM:
-            tl.store(NORM + tile, tl.sqrt(tl.max(tl.sum(x * x, 1), 0)))
-        tl.store(Y + stored * DP + cols[None, :], _round(x * _inverse(peak)))
+    rotation = rotation.to(tl.float32 if UPCAST else Q.dtype.element_ty)
+    if program < key_programs:
+        head = (program // k_chunks).to(tl.int64)
+        b = head // kv_heads
+        h = head % kv_heads
+        K += b * s_kb + h * s_kh
+        BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
+        first = program % k_chunks * STEPS
+        for block in tl.range(first, tl.minimum(first + STEPS, NP // K_ROWS), num_stages=STAGES):
+            _quantize_keys(
+                K, SHIFT, rotation, BIAS, K8, K_SCALE, NORM, block, head, N, NP, bias_rows, s_kn, s_bias_h * NP,
+                D, DP, B, K_ROWS, HAS_BIAS, SCALES, HAS_NORM, UPCAST,
+            )  # fmt: skip
     else:
-        peak = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
-        tl.store(SCALE + head * L + rows, peak / 127.0 * tl.abs(factor), mask=keep)
-        sign = tl.where(factor < 0, -1.0, 1.0)  # so that scores times their scale keep the order of the int8 scores
-        stored = (head * L + rows)[:, None]
-        tl.store(Y + stored * DP + cols[None, :], _round(x * (_inverse(peak) * sign)[:, None]), mask=keep[:, None])
-        if HAS_LSE:
-            shift = tl.load(SHIFT + (b * (heads // group) + h // group) * DP + cols)
-            tl.store(LSE_TERM + head * L + rows, tl.sum(x * shift[None, :], 1) * lse_factor, mask=keep)
+        program -= key_programs
+        head = (program // q_chunks).to(tl.int64)
+        b = head // heads
+        h = head % heads
+        Q += b * s_qb + h * s_qh
+        kv_head = b * kv_heads + h // (heads // kv_heads)
+        first = program % q_chunks * STEPS
+        for block in tl.range(first, tl.minimum(first + STEPS, tl.cdiv(M, Q_ROWS)), num_stages=STAGES):
+            _quantize_queries(
+                Q, SHIFT, rotation, Q8, Q_SCALE, LSE_TERM, block, head, kv_head, M, s_qm, factor, lse_factor,
+                D, DP, B, Q_ROWS, HAS_LSE, UPCAST,
+            )  # fmt: skip
+
+
+class Tiling(NamedTuple):
+    """Launch of _quantize: query rows of a block, blocks of a program, warps, stages of its loop."""
+
+    q_rows: int
+    steps: int
+    num_warps: int
+    num_stages: int
+
+
+# By padded head_dim up to 128, and above. On sm_90 the best of bench/bench_quantise_stage.py.
+HOPPER_TILINGS = (Tiling(128, 4, 4, 2), Tiling(64, 4, 8, 2))
+_TILINGS = (Tiling(64, 4, 8, 1), Tiling(32, 4, 8, 1))
+
+
+def tiling_of(padded: int, config: Config) -> Tiling:
+    """The launch for a padded head_dim and a configuration of the attention kernel."""
+    return (HOPPER_TILINGS if config.tma else _TILINGS)[padded > 128]
 
 
 def quantize(
@@ -270,10 +369,10 @@ def quantize(
     scale: the softmax scale, of any sign.  lse: whether the term that undoes the key shift in the LSE is wanted.
     per_token: a scale for each key.
     """
-    rotation = _empty_rotation(key)
-    group = query.shape[1] // key.shape[1]
-    k = _quantize_key(key, attn_mask, config, group, per_token, rotation)
-    q = _quantize_query(query, scale, k.shift if lse else None, rotation)
+    shifted = _shift(key, attn_mask, config, query.shape[1] // key.shape[1])
+    k = _empty_key(key, config, per_token, shifted)
+    q = _empty_query(query, shifted.shift if lse else None)
+    _launch(query, key, q, k, shifted, scale, config, lse=lse, queries=True, keys=True)
     return join(q, k)
 
 
@@ -289,7 +388,11 @@ def quantize_key(
     key: torch.Tensor, attn_mask: torch.Tensor | None, config: Config, *, group: int, per_token: bool = False
 ) -> QuantizedKey:
     """Quantise key [B, Hkv, Lk, D] as quantize() does, to the same bits; group: query heads of a key head."""
-    return _quantize_key(key, attn_mask, config, group, per_token, _empty_rotation(key))
+    shifted = _shift(key, attn_mask, config, group)
+    k = _empty_key(key, config, per_token, shifted)
+    unused = QuantizedQuery(k.key, k.key_scale, None)
+    _launch(key, key, unused, k, shifted, 1.0, config, lse=False, queries=False, keys=True)
+    return k
 
 
 def quantize_query(
@@ -299,100 +402,141 @@ def quantize_query(
 
     shift: of the QuantizedKey; where it is given there is an lse_term. Nothing else depends on the keys.
     """
-    return _quantize_query(query, scale, shift, None)
+    q = _empty_query(query, shift)
+    given = shift if shift is not None else q.query_scale
+    unused = QuantizedKey(q.query, q.query_scale, None, None, None, None, given, 0)
+    shifted = _Shifted(None, None, None, given, None, 1)
+    heads = query if shift is None else query[:, : shift.shape[1]]
+    _launch(query, heads, q, unused, shifted, scale, config, lse=shift is not None, queries=True, keys=False)
+    return q
 
 
-def _empty_rotation(key: torch.Tensor) -> torch.Tensor:
-    rotated = min(padded_head_dim(key.shape[3]), 128)
-    return torch.empty((rotated, rotated), dtype=key.dtype, device=key.device)
+class _Shifted(NamedTuple):
+    """The prepared mask, the rotated mean of the keys, the rotation and the query heads that a bias row serves."""
+
+    bias: torch.Tensor | None
+    anchor: torch.Tensor | None
+    live: torch.Tensor | None
+    shift: torch.Tensor
+    rotation: torch.Tensor | None
+    bias_rows: int
 
 
-def _quantize_key(
-    key: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    config: Config,
-    group: int,
-    per_token: bool,
-    rotation: torch.Tensor,
-) -> QuantizedKey:
-    """Quantise the keys; fills `rotation` besides."""
+def _shift(key: torch.Tensor, attn_mask: torch.Tensor | None, config: Config, group: int) -> _Shifted:
     batch, kv_heads, kv_len, head_dim = key.shape
     padded = padded_head_dim(head_dim)
-    blocks = triton.cdiv(kv_len, config.block_n)
-    empty = functools.partial(torch.empty, device=key.device)
+    rotated = min(padded, 128)
     bias, anchor, live, strides, bias_rows = None, None, None, (0, 0), 1
     if attn_mask is not None:
         bias, anchor, live = _prepare(attn_mask, kv_len, config)
         strides = row_strides(bias)
         bias_rows = group if bias.shape[1] > 1 else 1
-    shift = empty((batch, kv_heads, padded), dtype=torch.float32)
-    shared = {"D": head_dim, "DP": padded, "B": min(padded, 128), "HAS_BIAS": bias is not None}
-    mask = bias if bias is not None else shift
-    _key_shift[(batch * kv_heads,)](
-        key, mask, shift, rotation, kv_len, blocks * config.block_n, max(1, kv_len // _SHIFT_SAMPLES), kv_heads,
-        bias_rows, *key.stride()[:3], *strides, ROWS=shift_rows(padded, bias is not None), num_warps=8, **shared,
+    shift = empty((batch, kv_heads, padded), torch.float32, key.device)
+    rotation = empty((rotated, rotated), key.dtype, key.device)
+    launch(
+        _key_shift, (batch * kv_heads,),
+        key, bias if bias is not None else shift, shift, rotation, kv_len, _padded_len(kv_len, config),
+        triton.cdiv(kv_len, SHIFT_SAMPLES), kv_heads, bias_rows, *key.stride()[:3], *strides,
+        D=head_dim, DP=padded, B=rotated, ROWS=shift_rows(padded, bias is not None),
+        SAMPLES=SHIFT_SAMPLES, HAS_BIAS=bias is not None, num_warps=8,
     )  # fmt: skip
-    key8 = empty((batch, kv_heads, blocks * config.block_n, padded), dtype=torch.int8)
-    scales = config.block_n if per_token else 4 if config.gluon else 1
-    tail = (blocks * config.block_n,) if per_token else (blocks, 4) if config.gluon else (blocks,)
-    key_scale = empty((batch, kv_heads, *tail), dtype=torch.float32)
-    key_norm = empty((batch, kv_heads, blocks), dtype=torch.float32) if config.gluon else None
-    _quantize[(blocks, batch * kv_heads)](
-        key, shift, rotation, mask, key8, key_scale, key_norm if key_norm is not None else key_scale, key_scale,
-        1.0, 1.0, kv_len, kv_heads, 1, bias_rows, *key.stride()[:3], *strides,
-        ROWS=config.block_n, IS_KEY=True, SCALES=scales, HAS_NORM=key_norm is not None, HAS_LSE=False,
-        HAS_ROTATION=True, UPCAST=interpreting(), num_warps=8, **shared,
-    )  # fmt: skip
-    return QuantizedKey(key8, key_scale, bias, anchor, key_norm, live, shift, kv_len)
+    return _Shifted(bias, anchor, live, shift, rotation, bias_rows)
 
 
-def _quantize_query(
-    query: torch.Tensor, scale: float, shift: torch.Tensor | None, rotation: torch.Tensor | None
-) -> QuantizedQuery:
+def _padded_len(kv_len: int, config: Config) -> int:
+    return triton.cdiv(kv_len, config.block_n) * config.block_n
+
+
+def _empty_key(key: torch.Tensor, config: Config, per_token: bool, shifted: _Shifted) -> QuantizedKey:
+    batch, kv_heads, kv_len, head_dim = key.shape
+    rows = _padded_len(kv_len, config)
+    blocks = rows // config.block_n
+    tail = (rows,) if per_token else (blocks, 4) if config.gluon else (blocks,)
+    device, float32 = key.device, torch.float32
+    return QuantizedKey(
+        empty((batch, kv_heads, rows, padded_head_dim(head_dim)), torch.int8, device),
+        empty((batch, kv_heads, *tail), float32, device),
+        shifted.bias,
+        shifted.anchor,
+        empty((batch, kv_heads, blocks), float32, device) if config.gluon else None,
+        shifted.live,
+        shifted.shift,
+        kv_len,
+    )
+
+
+def _empty_query(query: torch.Tensor, shift: torch.Tensor | None) -> QuantizedQuery:
     batch, heads, q_len, head_dim = query.shape
+    device, float32 = query.device, torch.float32
+    return QuantizedQuery(
+        empty((batch, heads, q_len, padded_head_dim(head_dim)), torch.int8, device),
+        empty((batch, heads, q_len), float32, device),
+        empty((batch, heads, q_len), float32, device) if shift is not None else None,
+    )
+
+
+def _launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    q: QuantizedQuery,
+    k: QuantizedKey,
+    shifted: _Shifted,
+    scale: float,
+    config: Config,
+    *,
+    lse: bool,
+    queries: bool,
+    keys: bool,
+) -> None:
+    """Fill q and k; for one of them alone the tensors of the other are not looked at, but the number of its heads."""
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
     padded = padded_head_dim(head_dim)
     rotated = min(padded, 128)
-    empty = functools.partial(torch.empty, device=query.device)
-    query8 = empty((batch, heads, q_len, padded), dtype=torch.int8)
-    query_scale = empty((batch, heads, q_len), dtype=torch.float32)
-    lse_term = empty((batch, heads, q_len), dtype=torch.float32) if shift is not None else None
-    group = heads // shift.shape[1] if shift is not None else 1
-    unused = query_scale
-    rows = 64 if padded <= 128 else 32
-    _quantize[(triton.cdiv(q_len, rows), batch * heads)](
-        query, shift if shift is not None else unused, rotation if rotation is not None else query, unused,
-        query8, query_scale, unused, lse_term if lse_term is not None else unused,
-        scale * LOG2E / rotated, scale / rotated, q_len, heads, group, 1, *query.stride()[:3], 0, 0,
-        D=head_dim, DP=padded, B=rotated, ROWS=rows, IS_KEY=False, HAS_BIAS=False, SCALES=1, HAS_NORM=False,
-        HAS_LSE=shift is not None, HAS_ROTATION=rotation is not None, UPCAST=interpreting(), num_warps=8,
+    tiling = tiling_of(padded, config)
+    rows = _padded_len(kv_len, config)
+    k_chunks = triton.cdiv(rows // config.block_n, tiling.steps)
+    q_chunks = triton.cdiv(triton.cdiv(q_len, tiling.q_rows), tiling.steps)
+    key_programs = batch * kv_heads * k_chunks if keys else 0
+    query_programs = batch * heads * q_chunks if queries else 0
+    scales = config.block_n if k.key_scale.shape[-1] == rows else 4 if config.gluon else 1
+    bias, rotation, unused = shifted.bias, shifted.rotation, shifted.shift
+    launch(
+        _quantize, (key_programs + query_programs,),
+        key, query, shifted.shift, rotation if rotation is not None else query,
+        bias if bias is not None else unused, k.key, k.key_scale, k.key_norm if k.key_norm is not None else unused,
+        q.query, q.query_scale, q.lse_term if q.lse_term is not None else unused,
+        scale * LOG2E / rotated, scale / rotated, kv_len, rows, q_len, kv_heads, heads,
+        key_programs, k_chunks, q_chunks, shifted.bias_rows, *key.stride()[:3], *query.stride()[:3],
+        *(row_strides(bias) if bias is not None else (0, 0)),
+        D=head_dim, DP=padded, B=rotated, K_ROWS=config.block_n, Q_ROWS=tiling.q_rows, STEPS=tiling.steps,
+        STAGES=tiling.num_stages, HAS_BIAS=bias is not None, SCALES=scales, HAS_NORM=k.key_norm is not None,
+        HAS_LSE=lse, HAS_ROTATION=rotation is not None, UPCAST=interpreting(), num_warps=tiling.num_warps,
     )  # fmt: skip
-    return QuantizedQuery(query8, query_scale, lse_term)
 
 
 def shift_rows(padded: int, masked: bool) -> int:
     """Keys that a step of _key_shift reads: as many as fit the registers of every architecture."""
-    return 128 if padded < 128 or (padded == 128 and not masked) else 64
+    return 128 if padded < 128 or (padded == 128 and not masked) else 64 if padded == 128 else 32
 
 
 def _prepare(
     attn_mask: torch.Tensor, kv_len: int, config: Config
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """attn_mask -> (bias, anchor, live) as in Quantized; rows that are views of one another are read once."""
-    tiles = triton.cdiv(kv_len, config.block_n)
-    padded_len = tiles * config.block_n
+    padded_len = _padded_len(kv_len, config)
     rows = [1 if attn_mask.stride(axis) == 0 else attn_mask.shape[axis] for axis in (0, 1)]
     strides = [attn_mask.stride(axis) if attn_mask.shape[axis] > 1 else 0 for axis in (0, 1, 3)]
-    bias = torch.empty((*rows, padded_len), dtype=torch.float32, device=attn_mask.device)
-    anchor = torch.empty((*rows, 2), dtype=torch.float32, device=attn_mask.device)
-    live = None
-    if config.gluon:
-        live = torch.empty((*rows, 1 + tiles), dtype=torch.int32, device=attn_mask.device)
+    device = attn_mask.device
+    bias = empty((*rows, padded_len), torch.float32, device)
+    anchor = empty((*rows, 2), torch.float32, device)
+    live = empty((*rows, 1 + padded_len // config.block_n), torch.int32, device) if config.gluon else None
     is_bool = attn_mask.dtype == torch.bool
-    block = min(4096, triton.next_power_of_2(padded_len))
-    _prepare_bias[(rows[0] * rows[1],)](
+    launch(
+        _prepare_bias, (triton.cdiv(padded_len, BIAS_PART), rows[0] * rows[1]),
         attn_mask.view(torch.uint8) if is_bool else attn_mask, bias, anchor, live if live is not None else anchor,
-        kv_len, padded_len, rows[1], *strides,
-        IS_BOOL=is_bool, BLOCK=block, TILE=config.block_n, HAS_LIVE=live is not None, num_warps=8,
+        kv_len, padded_len, rows[1], *strides, IS_BOOL=is_bool, BLOCK=BIAS_BLOCK, PART=BIAS_PART,
+        TILE=config.block_n, HAS_LIVE=live is not None, num_warps=8,
     )  # fmt: skip
     return bias, anchor, live
 
