@@ -10,7 +10,7 @@ from . import run
 from .buffers import check_buffer, check_memory
 from .decide import Call, decide, decide_kernel, kernel_against
 from .decision import Decision
-from .dispatch import Turn, dispatch, refuse, under_foreign_mode
+from .dispatch import Turn, answered_before, dispatch, refuse, remember_answered, under_foreign_mode
 from .kernels.int8_attention.limits import unavailable
 from .patch import as_if_absent
 from .settings import active_name, settings_of
@@ -118,9 +118,11 @@ def int8_attention(
     >>> out, lse = int8_attention(query, key, value, key_bias[None, None, None, :], return_lse=True)
     """
     call = Call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
-    codes = [reason.code.value for reason in kernel_against(call, pv, precision)]
-    if codes:
-        refuse(codes, decide_kernel, call, pv, precision)
+    if not answered_before(call, pv, precision):
+        codes = [reason.code.value for reason in kernel_against(call, pv, precision)]
+        if codes:
+            refuse(codes, decide_kernel, call, pv, precision)
+        remember_answered(call, pv, precision)
     if out is None and lse is None:
         answer = run.int8(query, key, value, attn_mask, is_causal, scale, pv, precision, return_lse=return_lse)
         return answer if return_lse else answer[0]

@@ -16,7 +16,7 @@ from . import run
 from .decide import Call, decide, mask_cast_note, needs_mask_cast, reasons_against
 from .decision import Code, Decision, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
-from .record import Sighting, known, plain_number, recent, sight
+from .record import MAX_SIGHTINGS, Sighting, answered, known, plain_number, recent, sight
 from .settings import settings_of, skipping, skips
 
 try:
@@ -127,18 +127,53 @@ def _dispatch_by_signature(state: tuple[Any, ...], attention: run.Attention, cal
 
 
 def _guard(state: tuple[Any, ...], sighting: Sighting, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Remember a call, so that one alike is recognised by a check in C++ of all that its tensors are but their data.
-
-    The check fails in another dispatch state: under autocast, inference mode or a torch.func transform.
-    """
+    """Remember a call, so that one alike is recognised by a check in C++ of all that its tensors are but their data."""
     size = tensors[1].numel()
     guarded = recent.setdefault(size if len(tensors) == 3 else ~size, [])
-    # The check refuses a tensor that comes twice. A model has few kinds of calls with keys of one size.
-    if TensorGuards is not None and len({*map(id, tensors)}) == len(tensors) and len(guarded) < _GUARDS:
-        shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
-        strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
-        guarded.append((state, guards.check, sighting))
+    # A model has few kinds of calls with keys of one size.
+    check = _check_of(tensors) if len(guarded) < _GUARDS else None
+    if check is not None:
+        guarded.append((state, check, sighting))
+
+
+def _check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool] | None:
+    """The check of tensors for all that these are but their data; None for a tensor that comes twice.
+
+    It fails in another dispatch state: under autocast, inference mode or a torch.func transform.
+    """
+    if TensorGuards is None or len({*map(id, tensors)}) != len(tensors):
+        return None
+    shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
+    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    return check
+
+
+def answered_before(call: Call, pv: str, precision: str) -> bool:
+    """Whether the int8 kernel could answer a call of int8_attention() like this one, so that nothing is against it."""
+    if _compiling():
+        return False
+    key, mask = call.key, call.attn_mask
+    if type(key) is not torch.Tensor or forward_ad._current_level >= 0:
+        return False
+    state = (pv, precision, mask is None, call.is_causal, call.scale, call.enable_gqa, _grad_enabled())
+    for known_state, check in answered.get(key.numel(), ()):
+        if known_state == state and (check(*call[:3]) if mask is None else check(*call[:4])):
+            return True
+    return False
+
+
+def remember_answered(call: Call, pv: str, precision: str) -> None:
+    """Let answered_before() know of a call that nothing was against."""
+    if _compiling() or _any_autocast() or not isinstance(call.scale, (float, int, type(None))):
+        return
+    if len(answered) >= MAX_SIGHTINGS:
+        answered.clear()
+    kept, mask = answered.setdefault(call.key.numel(), []), call.attn_mask
+    check = _check_of(call[:3] if mask is None else call[:4]) if len(kept) < _GUARDS else None
+    if check is not None:
+        state = (pv, precision, mask is None, call.is_causal, call.scale, call.enable_gqa, _grad_enabled())
+        kept.append((state, check))
 
 
 def _answer(

@@ -96,6 +96,8 @@ known: dict[Hashable, Sighting] = {}
 # Some calls with a key of this many elements (inverted with a mask): the numbers of each, a check of its tensors, and
 # what was decided.
 recent: dict[int, list[tuple[tuple[Any, ...], Callable[..., bool], Sighting]]] = {}
+# The same for calls of int8_attention() that the kernel can answer.
+answered: dict[int, list[tuple[tuple[Any, ...], Callable[..., bool]]]] = {}
 _folded: Counter[tuple[str, tuple[str, ...]]] = Counter()
 _open: weakref.WeakSet[Recording] = weakref.WeakSet()
 _lock = threading.RLock()
@@ -144,6 +146,7 @@ def _forget() -> None:
         recording.keep()
     known.clear()
     recent.clear()
+    answered.clear()
 
 
 def stats() -> dict[str, Any]:

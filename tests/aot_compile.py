@@ -68,9 +68,7 @@ def has_fp8(arch: int | str) -> bool:
     return arch in LIMITS.fp8_hip_archs if isinstance(arch, str) else divmod(arch, 10) >= LIMITS.fp8_min_capability
 
 
-def attention_variant(
-    head_dim: int, dtype: str, flags: Flags, config: Config
-) -> tuple[str, object, dict, dict, dict]:
+def attention_variant(head_dim: int, dtype: str, flags: Flags, config: Config) -> tuple[str, object, dict, dict, dict]:
     padded, tma, rows = padded_head_dim(head_dim), config.tma, config.block_n
     held = "fp8e4nv" if flags.fp8 else dtype
     block = f"1, 1, {padded}, {rows}" if flags.fp8 else f"1, 1, {rows}, {padded}"

@@ -236,6 +236,32 @@ def test_int8_attention_raises_with_every_reason_before_anything_runs(device):
     assert all(code in str(caught.value) for code in found)
 
 
+def test_a_call_that_was_answered_before_is_judged_anew_where_anything_differs(device):
+    q, k, v = inputs(device, q_len=20, kv_len=90, head_dim=32)
+    mask = torch.zeros(1, 1, 1, 90, device=device)
+
+    def codes(*tensors, **options):
+        try:
+            int8_attention(*tensors, **options)
+        except UnsupportedError as error:
+            return [reason.code for reason in error.decision.reasons]
+        return []
+
+    for _ in range(2):
+        assert codes(q, k, v) == codes(q, k, v, mask) == codes(q, k, v, precision="high") == []
+        assert codes(q, k, v, pv="fp4") == ["pv"]
+        assert codes(q, k, v, precision="low") == ["precision"]
+        assert codes(q, k, v, is_causal=1) == ["argument"]
+        assert codes(q, k, v, scale=float("nan")) == ["argument"]
+        assert codes(q, k, v, mask.expand(1, 1, 20, 90).contiguous()) == ["full_mask"]
+        assert codes(q, k.float(), v) == ["mixed_dtype"]
+        assert codes(q, k.transpose(2, 3).contiguous().transpose(2, 3), v) == ["last_stride"]
+        assert codes(q.clone().requires_grad_(), k, v) == ["requires_grad"]
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            assert codes(q, k, v) == ["autocast"]
+        assert codes(q, k, v) == []
+
+
 @pytest.mark.parametrize("query", [None, [1.0], 3])
 def test_int8_attention_refuses_what_is_no_tensor(query):
     with pytest.raises(UnsupportedError, match="tensor_subclass"):
