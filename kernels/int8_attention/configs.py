@@ -10,7 +10,10 @@ import torch
 
 
 class Config(NamedTuple):
-    """Query rows of a program, keys of a step.  gluon: the kernel of hopper.py, with four key scales a step."""
+    """Query rows of a program, keys of a step.
+
+    gluon: the kernel of hopper.py, with four key scales a step; consumers: its warpgroups, of 64 query rows each.
+    """
 
     block_m: int
     block_n: int
@@ -18,6 +21,7 @@ class Config(NamedTuple):
     num_stages: int
     tma: bool = False
     gluon: bool = False
+    consumers: int = 2
 
 
 # By padded head_dim. Set so that no variant spills on Triton 3.6 and 3.9 (tests/test_aot.py); not timed, but for sm_90.

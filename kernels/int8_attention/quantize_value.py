@@ -23,20 +23,21 @@ class QuantizedValue(NamedTuple):
     """What the attention kernel reads instead of value where P @ V is in fp8; both are contiguous.
 
     value: e4m3 [B, Hkv, DP, N], N = Lk rounded up to a key tile; the value is that times its channel's scale.
-    scale: float32 [B, Hkv, DP].
+    scale: float32 [B, Hkv, DP].  kv_len: Lk.
     With config.gluon position 4c + 2h + l of every 16 keys holds key 8h + 2c + l (c < 4, h < 2, l < 2): the thread that
     holds the scores of 2c, 2c + 1, 2c + 8 and 2c + 9 then holds four neighbours of an 8-bit operand.
     """
 
     value: torch.Tensor
     scale: torch.Tensor
+    kv_len: int
 
 
 @triton.jit
 def _e4m3(x, INTERPRETED: tl.constexpr):
     """float32 [-448, 448] to the nearest e4m3."""
     if INTERPRETED:
-        # Triton's interpreter loses the carry into the exponent and truncates below 2^-6: round first, to what e4m3 has.
+        # Triton's interpreter loses the carry into the exponent and truncates below 2^-6: round first.
         far = x * 1048577.0
         x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, far - (far - x))
     return x.to(tl.float8e4nv)
@@ -130,7 +131,7 @@ def quantize_value(value: torch.Tensor, bias: torch.Tensor | None, config: Confi
         D=head_dim, DP=padded, ROWS=rows, HAS_BIAS=bias is not None, PERMUTED=config.gluon,
         INTERPRETED=interpreting(), num_warps=_WARPS,
     )  # fmt: skip
-    return QuantizedValue(quantized, scale)
+    return QuantizedValue(quantized, scale, kv_len)
 
 
 def heads_of(bias: torch.Tensor | None, kv_heads: int) -> int:

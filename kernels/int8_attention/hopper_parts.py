@@ -1,0 +1,282 @@
+"""Parts of the Hopper kernel: what a producer warp and a consumer warpgroup do with one tile of keys."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Triton 3.9 has only the new name.
+load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+# e4m3 ends at 448 = 2^8.8. Where no row maximum is kept, what a thread sums up of a row and tile stays below that, and
+# is brought to 2^7 where it does not, so that a weight is normal from 2^-13 of the largest on, and 0 under 2^-17.
+_E4M3_MAX = gl.constexpr(448.0)
+_E4M3_SUM = gl.constexpr(7.0)
+_E4M3_TOP = gl.constexpr(8.0)  # the largest weight of a row (log2) where the maximum is kept
+
+
+@gluon.constexpr_function
+def accumulator(n, bits):
+    """Layout of a warpgroup's [64, n] product of operands of `bits` bits."""
+    shape = [16, min(n, 128 if bits == 8 else 256), 256 // bits]
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
+
+
+@gluon.constexpr_function
+def first_columns(head_dim):
+    """Columns of the first part of P @ V: all of them padded to a power of two, or 64 of 96."""
+    return 64 if 64 < head_dim <= 96 else max(32, 1 << (head_dim - 1).bit_length())
+
+
+@gluon.jit
+def _tile_of(j, tiles, LIVE, HAS_BIAS: gl.constexpr):
+    """Key tile of step j: the j-th one that is not masked altogether, or from the last to the first."""
+    if HAS_BIAS:
+        tile = gl.load(LIVE + 1 + j)
+    else:
+        tile = tiles - 1 - j
+    return tile
+
+
+@gluon.jit
+def _load_values(v_desc, rest_desc, b, h_kv, n, full, v, rest, FP8: gl.constexpr, SPLIT: gl.constexpr):
+    """Values of a tile of keys: [BN, DV], or [DV, BN] in e4m3; in two parts where the columns are no power of two."""
+    if FP8:
+        load(v_desc, [b, h_kv, 0, n], full, v)
+        if SPLIT:
+            load(rest_desc, [b, h_kv, 64, n], full, rest)
+    else:
+        load(v_desc, [b, h_kv, n, 0], full, v)
+        if SPLIT:
+            load(rest_desc, [b, h_kv, n, 64], full, rest)
+
+
+@gluon.jit
+def _producer(
+    work,
+    BM: gl.constexpr, BN: gl.constexpr, HAS_BIAS: gl.constexpr, HIGH: gl.constexpr, FP8: gl.constexpr,
+    SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1."""
+    q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring = work[:9]
+    LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles = work[9:]
+    k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
+    STAGES: gl.constexpr = k_s.type.shape[0]
+    CONSUMERS: gl.constexpr = q_s.type.shape[0]
+    K_BYTES: gl.constexpr = k_desc.block_type.nbytes + scale_desc.block_type.nbytes + (BN * 4 if HAS_BIAS else 0)
+    V_BYTES: gl.constexpr = v_desc.block_type.nbytes + (rest_desc.block_type.nbytes if SPLIT else 0)
+    SCALES: gl.constexpr = BN if HIGH else 4
+    for wg in gl.static_range(CONSUMERS):
+        mbarrier.expect(q_full.index(wg), q_desc.block_type.nbytes)
+        load(q_desc, [head, (block * CONSUMERS + wg) * BM, 0], q_full.index(wg), q_s.index(wg))
+    tile = _tile_of(0, tiles, LIVE, HAS_BIAS)
+    previous = 0  # a value of its own: Triton carries no name round a loop that enters it as another name's alias
+    slot = 0
+    phase = 1
+    for j in range(tiles):
+        mbarrier.wait(empty.index(slot), phase)
+        if j == 0:
+            mbarrier.expect(full.index(slot), K_BYTES)
+        else:
+            mbarrier.expect(full.index(slot), K_BYTES + V_BYTES)
+        load(k_desc, [kv_head, tile * BN, 0], full.index(slot), k_s.index(slot))
+        load(scale_desc, [(kv_head * k_tiles + tile) * SCALES], full.index(slot), scale_s.index(slot))
+        if HAS_BIAS:
+            load(bias_desc, [(bias_row * k_tiles + tile) * BN], full.index(slot), bias_s.index(slot))
+        if j > 0:
+            _load_values(
+                v_desc, rest_desc, b, h_kv, previous * BN, full.index(slot), v_s.index(slot), rest_s.index(slot),
+                FP8, SPLIT,
+            )  # fmt: skip
+        previous = tile
+        tile = _tile_of(gl.minimum(j + 1, tiles - 1), tiles, LIVE, HAS_BIAS)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+    mbarrier.wait(empty.index(slot), phase)
+    mbarrier.expect(full.index(slot), V_BYTES)
+    _load_values(
+        v_desc, rest_desc, b, h_kv, previous * BN, full.index(slot), v_s.index(slot), rest_s.index(slot), FP8, SPLIT
+    )
+
+
+@gluon.jit
+def _scores(q, k, S: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr):
+    """int8 [BM, D] x [BN, D] -> int32 [BM, BN], started."""
+    zero = gl.zeros([BM, BN], gl.int32, layout=S)
+    return warpgroup_mma(q, k.reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _by_row(x, E: gl.constexpr):
+    """[BM] or [BM, 4] -> [BM, 1, 1 or 4, 1] in the layout of a tile of scores [BM, BN / 8, 4, 2]."""
+    G: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, E))
+    if len(x.shape) == 1:
+        x = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, G)), 1)
+    return gl.convert_layout(gl.expand_dims(gl.expand_dims(x, 1), 3), E)
+
+
+@gluon.jit
+def _by_key(x, S: gl.constexpr, E: gl.constexpr, BN: gl.constexpr):
+    """[BN] floats in shared memory -> [1, BN / 8, 4, 2] in the layout of a tile of scores."""
+    row = gl.expand_dims(x.load(gl.SliceLayout(0, S)), 0).reshape([1, BN // 8, 4, 2])
+    return gl.convert_layout(row, E)
+
+
+@gluon.jit
+def _softmax(
+    s, q_scale, k_scale, bias, rows, col, N, top,
+    S: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, HAS_BIAS: gl.constexpr, MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr, ONLINE: gl.constexpr, HIGH: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """One tile in log2 units: weights [BM, BN / 8, 4, 2], their sums by thread [BM, 4], row maximum, decay.
+
+    Keys {8j + 2t, 8j + 2t + 1} of a tile are what one thread holds; unless HIGH they share a scale.
+    """
+    s4 = s.reshape([BM, BN // 8, 4, 2])
+    E: gl.constexpr = s4.type.layout
+    G: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, E))
+    if HIGH:
+        x = s4.to(gl.float32) * _by_key(k_scale, S, E, BN) * _by_row(q_scale, E)
+    else:
+        scale = gl.expand_dims(gl.convert_layout(q_scale, gl.SliceLayout(1, G)), 1) * gl.expand_dims(
+            k_scale.slice(0, 4).load(gl.SliceLayout(0, G)), 0
+        )
+        x = s4.to(gl.float32) * _by_row(scale, E)
+    if HAS_BIAS:
+        x += _by_key(bias, S, E, BN)
+    if MASKED:
+        n = gl.expand_dims(col + gl.arange(0, BN, layout=gl.SliceLayout(0, S)), 0)
+        keep = n < N
+        if CAUSAL:
+            keep = keep & (n <= gl.expand_dims(rows, 1))
+        kept = gl.where(keep, gl.convert_layout(x.reshape([BM, BN]), S), float("-inf"))
+        x = gl.convert_layout(kept.reshape([BM, BN // 8, 4, 2]), E)
+    decay = top
+    if ONLINE:
+        if HAS_BIAS or MASKED or HIGH:
+            peak = gl.max(gl.max(gl.max(x, 3), 1), 1)
+        else:
+            # The scale is not negative: the order of the int8 scores is the order of the scores.
+            peak = gl.max(gl.max(gl.max(s4, 3), 1).to(gl.float32) * scale, 1)
+        new_top = gl.maximum(top, gl.convert_layout(peak, gl.SliceLayout(1, S)) - (_E4M3_TOP if FP8 else 0.0))
+        decay = gl.exp2(top - new_top)
+        top = new_top
+    if ONLINE or FP8:
+        x -= _by_row(top, E)
+    p = gl.exp2(x)
+    return p, gl.sum(gl.sum(p, 3), 1), top, decay
+
+
+@gluon.jit
+def _lowered(p, part, top, lowest):
+    """Weights and sums of a tile brought into the range of e4m3 where a thread's sum left it; the new top, the factor.
+
+    lowest: the least log2 that a row is lowered by.
+    """
+    E: gl.constexpr = p.type.layout
+    peak = gl.convert_layout(gl.max(part, 1), top.type.layout)
+    lower = gl.maximum(gl.log2(peak) - _E4M3_SUM, lowest)
+    decay = gl.exp2(-lower)
+    return p * _by_row(decay, E), part * _by_group(decay, E), top + lower, decay
+
+
+@gluon.jit
+def _by_group(x, E: gl.constexpr):
+    """[BM] -> [BM, 1] in the layout of sums by thread [BM, 4]."""
+    G: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, E))
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, G)), 1)
+
+
+@gluon.jit
+def _largest(part, BM: gl.constexpr):
+    """Largest of a warpgroup's sums [BM, 4]; of NaN it may be anything."""
+    return gl.max(part.to(gl.int32, bitcast=True).reshape([BM * 4]), 0).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _packed(p, S: gl.constexpr, P: gl.constexpr, DTYPE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """Weights as operand of P @ V; e4m3 ones as words [BM, BN / 16, 4]: Triton carries bytes in a register each."""
+    if DTYPE == gl.float8e4nv:
+        low, high = gl.split(p.reshape([BM, BN // 16, 2, 4, 2]))
+        k0, k2 = gl.split(low.permute((0, 1, 3, 2)))
+        k1, k3 = gl.split(high.permute((0, 1, 3, 2)))
+        packed = gl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
+            "mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f", [k0, k1, k2, k3], dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        packed = gl.convert_layout(gl.convert_layout(p.reshape([BM, BN]), S).to(DTYPE), P)
+    return packed
+
+
+@gluon.jit
+def _operand(packed, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """Words [BM, BN / 16, 4] -> e4m3 [BM, BN], the same registers."""
+    E: gl.constexpr = gl.zeros([BM, BN], gl.int8, layout=P).reshape([BM, BN // 16, 4, 4]).type.layout
+    words = gl.expand_dims(gl.convert_layout(packed, gl.SliceLayout(3, E), assert_trivial=True), 3)
+    four, _same = gl.broadcast(words, gl.zeros([BM, BN // 16, 4, 4], gl.int32, layout=E))
+    p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [four], dtype=gl.float8e4nv, is_pure=True, pack=4)
+    return gl.convert_layout(p.reshape([BM, BN]), P, assert_trivial=True)
+
+
+@gluon.jit
+def _product(packed, v, acc, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """acc [BM, DV] + P @ V, started."""
+    DV: gl.constexpr = acc.type.shape[1]
+    if v.dtype == gl.float8e4nv:
+        acc = warpgroup_mma(_operand(packed, P, BM, BN), v.reshape([DV, BN]).permute((1, 0)), acc, is_async=True)
+    else:
+        acc = warpgroup_mma(packed, v.reshape([BN, DV]), acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _write_columns(
+    acc, inverse, v_scale, rows, out, M, s_om, first: gl.constexpr, HEAD_DIM: gl.constexpr, FP8: gl.constexpr
+):
+    """Store acc [BM, DV] * inverse [BM] (* v_scale [D]): columns `first` and on of the output."""
+    L: gl.constexpr = acc.type.layout
+    m = gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, L)), 1)
+    d = first + gl.arange(0, acc.type.shape[1], layout=gl.SliceLayout(0, L))
+    o = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, L)), 1)
+    if FP8:
+        o *= gl.expand_dims(gl.load(v_scale + d), 0)
+    d = gl.expand_dims(d, 0)
+    gl.store(out + m.to(gl.int64) * s_om + d, o.to(out.dtype.element_ty), mask=(m < M) & (d < HEAD_DIM))
+
+
+@gluon.jit
+def _bound(q, q_scale, rows, K_NORM, M, k_tiles, BM: gl.constexpr, D: gl.constexpr):
+    """Largest |score| (log2) that this warpgroup's rows can have: |q| times the largest |k| of the head."""
+    L: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (D // 16), D // 16], [4, 1], [1, 0])
+    x = q.load(L).to(gl.float32)
+    r = gl.convert_layout(rows, gl.SliceLayout(1, L))
+    norm = gl.sqrt(gl.sum(x * x, 1)) * gl.load(q_scale + r, mask=r < M, other=0.0)
+    T: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    t = gl.arange(0, 512, layout=T)
+    largest = gl.zeros([512], gl.float32, layout=T)
+    for start in range(0, k_tiles, 512):
+        largest = gl.maximum(largest, gl.load(K_NORM + start + t, mask=start + t < k_tiles, other=0.0))
+    return gl.max(norm, 0) * gl.max(largest, 0)
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Barriers, initialised: one a warpgroup's query, one a full and one an empty slot of the ring."""
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return q_full, full, empty
