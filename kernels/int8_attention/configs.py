@@ -75,14 +75,12 @@ def kernel_name(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", prec
 
 def why_portable(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precision: str = "auto") -> str | None:
     """Why a call on these tensors gets the portable kernel and not the one for Hopper; None if it gets that."""
-    if pv == "fp8" or precision == "high":
-        return f"the Hopper kernel has no pv={pv!r} with precision={precision!r}"
     arch = arch_of(query.device)
     if arch != 90:
         return f"the Hopper kernel needs sm_90, and this is {f'sm_{arch}' if isinstance(arch, int) else arch}"
     if padded_head_dim(query.shape[3]) not in HOPPER_GLUON:
         return f"head_dim {query.shape[3]} is not over 32"
-    if not describable(value):
+    if pv != "fp8" and not describable(value):
         return "TMA takes values whose base and strides are whole 16 bytes, and no stride of 0"
     return hopper_unavailable()
 

@@ -338,20 +338,21 @@ def attention(
     is_causal: bool,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    online: bool = False,
 ) -> None:
     """Run the kernel on `quantized` and value [B, Hkv, Lk, D] into `out` [B, H, Lq, D] and `lse` [B, H, Lq] (float32).
 
     `config` is the one that `quantized` was made with, `value` describable (see configs) or quantised, which makes
-    P @ V an fp8 one.  No checks here.
+    P @ V an fp8 one.  online: keep a running maximum everywhere, to compare with.  No checks here.
     """
     batch, heads, q_len, head_dim = out.shape
     fp8 = isinstance(value, QuantizedValue)
     values = value.value if isinstance(value, QuantizedValue) else value
     kv_heads, padded_len = quantized.key.shape[1:3]
-    kv_len = value.kv_len if isinstance(value, QuantizedValue) else value.shape[2]
+    kv_len = quantized.kv_len
     bias, scale = quantized.bias, quantized.key_scale
     unused = quantized.query_scale
-    high = scale.dim() == 3
+    high = scale.shape[-1] == padded_len
     block = blocks(config, head_dim, fp8, high)
     tensors = {
         "q_desc": quantized.query.view(-1, *quantized.query.shape[2:]),
@@ -371,7 +372,7 @@ def attention(
         out, lse if lse is not None else unused,
         q_len, kv_len, padded_len // config.block_n, heads, heads // kv_heads,
         *out.stride()[:3], *(lse.stride() if lse is not None else (0, 0, 0)),
-        *(row_strides(bias) if bias is not None else (0, 0)), BOUND[values.dtype],
+        *(row_strides(bias) if bias is not None else (0, 0)), -1.0 if online else BOUND[values.dtype],
         BM=_ROWS, BN=config.block_n, D=padded_head_dim(head_dim), HEAD_DIM=head_dim, STAGES=config.num_stages,
         CONSUMERS=config.consumers, HAS_BIAS=bias is not None, HAS_LSE=lse is not None, CAUSAL=is_causal,
         TAIL=bias is None and kv_len % config.block_n != 0, HIGH=high,

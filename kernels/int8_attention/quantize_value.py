@@ -23,14 +23,13 @@ class QuantizedValue(NamedTuple):
     """What the attention kernel reads instead of value where P @ V is in fp8; both are contiguous.
 
     value: e4m3 [B, Hkv, DP, N], N = Lk rounded up to a key tile; the value is that times its channel's scale.
-    scale: float32 [B, Hkv, DP].  kv_len: Lk.
+    scale: float32 [B, Hkv, DP].
     With config.gluon position 4c + 2h + l of every 16 keys holds key 8h + 2c + l (c < 4, h < 2, l < 2): the thread that
     holds the scores of 2c, 2c + 1, 2c + 8 and 2c + 9 then holds four neighbours of an 8-bit operand.
     """
 
     value: torch.Tensor
     scale: torch.Tensor
-    kv_len: int
 
 
 @triton.jit
@@ -131,7 +130,7 @@ def quantize_value(value: torch.Tensor, bias: torch.Tensor | None, config: Confi
         D=head_dim, DP=padded, ROWS=rows, HAS_BIAS=bias is not None, PERMUTED=config.gluon,
         INTERPRETED=interpreting(), num_warps=_WARPS,
     )  # fmt: skip
-    return QuantizedValue(quantized, scale, kv_len)
+    return QuantizedValue(quantized, scale)
 
 
 def heads_of(bias: torch.Tensor | None, kv_heads: int) -> int:

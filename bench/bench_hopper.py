@@ -1,0 +1,124 @@
+"""Compare variants of the Hopper kernel with one another and with rivals: what its configurations are set from.
+
+A variant is a list of settings: `pv=fp8`, `precision=high`, `online=1` (keep a running maximum everywhere),
+`consumers`, `block_n`, `num_stages`. Usage:
+python bench/bench_hopper.py --case d64-8k --variants "base;consumers=3,block_n=64,num_stages=4" --impls torch,fa3
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+
+import torch
+from accuracy import Check, check, choose_sample, reference
+from cases import CASES, MASKS, Problem, draw
+from impls import IMPLS
+from records import RESULTS, Invocation, commit_here
+from timing import QUICK, Run, interleaved
+
+from sdpa_router.kernels.int8_attention import hopper
+from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, padded_head_dim
+from sdpa_router.kernels.int8_attention.quantize import quantize
+from sdpa_router.kernels.int8_attention.quantize_value import quantize_value
+
+
+def variant_runs(problem: Problem, text: str) -> dict[str, Run]:
+    """The kernel alone, the whole call, and what it quantises, of one variant."""
+    settings = dict(part.split("=") for part in text.split(",") if "=" in part)
+    fp8, high = settings.pop("pv", "") == "fp8", settings.pop("precision", "") == "high"
+    online = settings.pop("online", "0") == "1"
+    config = HOPPER_GLUON[padded_head_dim(problem.case.head_dim)]
+    config = config._replace(**{name: int(number) for name, number in settings.items()})
+    query, key, value = problem.query, problem.key, problem.value
+    out = torch.full_like(query, torch.nan)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32) if problem.lse else None
+
+    def prepare():
+        scale = problem.case.head_dim**-0.5
+        quantized = quantize(query, key, problem.mask, scale, config, lse=problem.lse, per_token=high)
+        return quantized, quantize_value(value, quantized.bias, config) if fp8 else value
+
+    def attend(parts):
+        hopper.attention(*parts, config, is_causal=problem.is_causal, out=out, lse=lse, online=online)
+        return out if lse is None else (out, lse)
+
+    runs = {"kernel": Run(functools.partial(attend, prepare())), "call": Run(lambda: attend(prepare()))}
+    if fp8:
+        runs["quantize_value"] = Run(lambda: quantize_value(value, None, config))
+    return runs
+
+
+def compare(options: argparse.Namespace, invocation: Invocation, name: str, mask: str, lse: bool) -> None:
+    case, device = CASES[name], invocation.device
+    query, key, value = draw(case, "gaussian", torch.bfloat16, device, options.seed)
+    problem = Problem(case, query, key, value, mask, MASKS[mask](case, torch.bfloat16, device), lse)
+    sample = choose_sample(case, device, options.seed)
+    truth = reference(problem, sample)
+    runs: dict[tuple[str, str], Run] = {}
+    checks: dict[tuple[str, str], Check | None] = {}
+
+    def admit(who: str, kind: str, run: Run, budget: float) -> None:
+        try:
+            result = check(run, problem, sample, truth)
+        except Exception as error:  # a variant that does not fit the chip is a line, not the end
+            print(f"{name} {mask} {who} {kind}: {type(error).__name__} {str(error).strip()[-200:]}", flush=True)
+            return
+        if result.error <= budget:
+            runs[who, kind], checks[who, kind] = run, result
+        else:
+            print(f"{name} {mask} {who} {kind}: error {result.error:.4f}", flush=True)
+
+    for text in options.variants.split(";"):
+        try:
+            parts = variant_runs(problem, text)
+        except Exception as error:  # as above
+            print(f"{name} {mask} {text}: {type(error).__name__} {str(error).strip()[-200:]}", flush=True)
+            continue
+        for kind in options.kinds.split(","):
+            if kind == "quantize_value" and kind in parts:
+                runs[text, kind], checks[text, kind] = parts[kind], None
+            elif kind in parts:
+                admit(text, kind, parts[kind], 0.045 if "fp8" in text else 0.0125)
+    for impl in (IMPLS[i] for i in options.impls.split(",") if i):
+        for kind in impl.variants if impl.impl != "int8" else ("call",):
+            if impl.reason_against(problem, kind) is None and kind in ("call", "kernel"):
+                admit(impl.name, kind, impl.ready(problem, kind), impl.budget["gaussian"])
+    timings = {} if options.check_only else interleaved(runs, device, QUICK)
+    for (who, kind), timing in timings.items():
+        if isinstance(timing, Exception):
+            print(f"{name} {mask} {who} {kind}: {timing}", flush=True)
+            continue
+        result = checks[who, kind]
+        row = {"case": name, "mask": mask, "lse": lse, "impl": who, "variant": kind, "ms": round(timing.ms, 4)}
+        row |= {"tflops": round(case.flops / timing.ms / 1e9, 1), "spread": round(timing.spread, 4)}
+        row["error"] = None if result is None else round(result.error, 5)
+        row["lse_error"] = None if result is None or result.lse_error is None else round(result.lse_error, 5)
+        invocation.write(row)
+        print(*(f"{row[c]}" for c in ("case", "mask", "impl", "variant", "ms", "tflops", "error", "lse_error")), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", default="h3-window", choices=list(CASES))
+    parser.add_argument("--masks", default="none")
+    parser.add_argument("--variants", default="base", help="separated by ;")
+    parser.add_argument("--kinds", default="kernel,call,quantize_value")
+    parser.add_argument("--impls", default="")
+    parser.add_argument("--lse", action="store_true")
+    parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", default=None)
+    parser.add_argument("--out", type=Path, default=RESULTS / "hopper_variants.jsonl")
+    options = parser.parse_args()
+    invocation = Invocation(torch.device("cuda"), options.out, options.commit or commit_here())
+    with torch.no_grad():
+        for mask in options.masks.split(","):
+            compare(options, invocation, options.case, mask, options.lse)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
