@@ -12,7 +12,7 @@ import torch
 class Config(NamedTuple):
     """Query rows of a program, keys of a step.
 
-    gluon: the kernel of hopper.py, with four key scales a step; consumers: its warpgroups, of 64 query rows each.
+    gluon: the kernel of hopper.py, with four key scales a step; consumers: its warpgroups, of 64 query rows each; ahead: 1 where they start scores a step before their softmax.
     """
 
     block_m: int
@@ -22,6 +22,7 @@ class Config(NamedTuple):
     tma: bool = False
     gluon: bool = False
     consumers: int = 2
+    ahead: int = 0
 
 
 # By padded head_dim. Set so that no variant spills on Triton 3.6 and 3.9 (tests/test_aot.py); not timed, but for sm_90.

@@ -48,22 +48,24 @@ _ROWS = 64  # query rows of a warpgroup
 
 @gluon.jit
 def _step(
-    j, slot, phase, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
+    j, slot, ahead, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
     S: gl.constexpr, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     HAS_BIAS: gl.constexpr, CAUSAL: gl.constexpr, ONLINE: gl.constexpr, HIGH: gl.constexpr, SPLIT: gl.constexpr,
-    ROWS: gl.constexpr,
+    ROWS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile j, then P @ V of tile j - 1 with the softmax of tile j under it."""
+    """Scores of tile j + AHEAD, then P @ V of tile j - 1, with the softmax of tile j under it.
+
+    slot: of tile j; ahead, phase: of tile j + AHEAD; s: scores of tile j if AHEAD.
+    """
     k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
     FP8: gl.constexpr = v_s.dtype == gl.float8e4nv
-    mbarrier.wait(full.index(slot), phase)
-    s = _scores(q, k_s.index(slot), S, BM, BN, D)
-    acc = _product(packed, v_s.index(slot), acc, P, BM, BN)
+    mbarrier.wait(full.index(ahead), phase)
+    started = _scores(q, k_s.index(ahead), S, BM, BN, D)
+    acc = _product(packed, v_s.index(ahead), acc, P, BM, BN)
     if SPLIT:
-        rest = _product(packed, rest_s.index(slot), rest, P, BM, BN)
-        s = warpgroup_mma_wait(2, deps=[s])
-    else:
-        s = warpgroup_mma_wait(1, deps=[s])
+        rest = _product(packed, rest_s.index(ahead), rest, P, BM, BN)
+    if not AHEAD:
+        s = warpgroup_mma_wait(1 + SPLIT, deps=[started])
     col = (tiles - 1 - j) * BN
     # Where BN is a program's ROWS query rows, the diagonal crosses the first tile only; _attend has done that one.
     if CAUSAL and ROWS != BN:
@@ -91,8 +93,12 @@ def _step(
         # Never taken, but ptxas can't know: it would hoist the wait for P @ V above the exponentials.
         gl.store(SINK + gl.arange(0, BM, layout=gl.SliceLayout(1, part.type.layout)), gl.max(part, 1))
     # The weights pass through the wait, so that their packing can't overwrite the operand of the product in flight.
-    if SPLIT:
+    if SPLIT and AHEAD:
+        acc, rest, p, s = warpgroup_mma_wait(0, deps=[acc, rest, p, started])
+    elif SPLIT:
         acc, rest, p = warpgroup_mma_wait(0, deps=[acc, rest, p])
+    elif AHEAD:
+        acc, p, s = warpgroup_mma_wait(0, deps=[acc, p, started])
     else:
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     mbarrier.arrive(empty.index(slot), count=1)
@@ -103,7 +109,10 @@ def _step(
             p, part, top, decay = _lowered(p, part, top, 0.0)
             total *= _by_group(decay, E)
             acc, rest = _decayed(acc, rest, decay, SPLIT)
-    return acc, rest, _packed(p, S, P, v_s.dtype, BM, BN), total + part, top
+    packed = _packed(p, S, P, v_s.dtype, BM, BN)
+    if not AHEAD:
+        s = 0
+    return s, acc, rest, packed, total + part, top
 
 
 @gluon.jit
@@ -119,7 +128,7 @@ def _attend(
     q, q_scale, rows, SINK, M, N, tiles, masked, ring,
     S: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HAS_BIAS: gl.constexpr,
     CAUSAL: gl.constexpr, TAIL: gl.constexpr, ONLINE: gl.constexpr, HIGH: gl.constexpr, COLUMNS: gl.constexpr,
-    REST: gl.constexpr, ROWS: gl.constexpr,
+    REST: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Walk the ring: P @ V [BM, COLUMNS] and [BM, REST] before division, row sums and tops [BM] of one warpgroup."""
     k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
@@ -143,21 +152,29 @@ def _attend(
         p, total, top, _decay = _lowered(p, total, top, _LOWEST)
     mbarrier.arrive(empty.index(0), count=1)
     packed = _packed(p, S, P, v_s.dtype, BM, BN)
+    s = 0
+    if AHEAD:
+        mbarrier.wait(full.index(1), 0)
+        s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(1), S, BM, BN, D)])
     slot = 1
+    ahead = 1 + AHEAD
     phase = 0
     for j in range(1, tiles):
-        acc, rest, packed, total, top = _step(
-            j, slot, phase, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked,
-            ring, S, P, BM, BN, D, HAS_BIAS, CAUSAL, ONLINE, HIGH, REST > 0, ROWS,
+        s, acc, rest, packed, total, top = _step(
+            j, slot, ahead, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
+            S, P, BM, BN, D, HAS_BIAS, CAUSAL, ONLINE, HIGH, REST > 0, ROWS, AHEAD,
         )  # fmt: skip
-        slot += 1
-        if slot == STAGES:
-            slot = 0
+        slot = ahead
+        ahead += 1
+        if ahead == STAGES:
+            ahead = 0
             phase ^= 1
-    mbarrier.wait(full.index(slot), phase)
-    acc = _product(packed, v_s.index(slot), acc, P, BM, BN)
+        if not AHEAD:
+            slot = ahead
+    mbarrier.wait(full.index(ahead), phase)
+    acc = _product(packed, v_s.index(ahead), acc, P, BM, BN)
     if REST > 0:
-        rest = _product(packed, rest_s.index(slot), rest, P, BM, BN)
+        rest = _product(packed, rest_s.index(ahead), rest, P, BM, BN)
         acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -186,7 +203,7 @@ def _consumer(
     work,
     GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, HIGH: gl.constexpr,
-    COLUMNS: gl.constexpr, REST: gl.constexpr,
+    COLUMNS: gl.constexpr, REST: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: BM query rows of one head."""
     Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, q_s, q_full, ring = work[:10]
@@ -205,13 +222,13 @@ def _consumer(
     mbarrier.wait(q_full.index(GROUP), 0)
     q8 = q_s.index(GROUP).reshape([BM, D])
     q = q8
-    if D <= 128:  # the registers have room for it beside the accumulator
+    if D <= 128 - 64 * AHEAD:  # the registers have room for it beside the accumulator
         q = q8.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=4))
     bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, M, k_tiles, BM, D)
     if bound <= limit:
         acc, rest, total, top = _attend(
             q, q_scale, rows, LSE, M, N, tiles, masked, ring,
-            S, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, False, HIGH, COLUMNS, REST, ROWS,
+            S, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, False, HIGH, COLUMNS, REST, ROWS, AHEAD,
         )  # fmt: skip
         _write(
             acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm,
@@ -220,7 +237,7 @@ def _consumer(
     else:
         acc, rest, total, top = _attend(
             q, q_scale, rows, LSE, M, N, tiles, masked, ring,
-            S, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, True, HIGH, COLUMNS, REST, ROWS,
+            S, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, True, HIGH, COLUMNS, REST, ROWS, AHEAD,
         )  # fmt: skip
         _write(
             acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm,
@@ -236,7 +253,7 @@ def _attention(
     M, N, k_tiles, heads, group, s_ob, s_oh, s_om, s_lb, s_lh, s_lm, s_bias_b, s_bias_h, limit,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-    HIGH: gl.constexpr,
+    HIGH: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One program CONSUMERS * BM query rows of one head: warpgroups that share the keys and values of a producer warp."""
     ROWS: gl.constexpr = CONSUMERS * BM
@@ -286,21 +303,21 @@ def _attention(
                 LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles)  # fmt: skip
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST)),
-            (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0)),
+            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD)),
+            (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0, AHEAD)),
         ], [1], [24])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST)),
-            (_consumer, (work, 1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST)),
-            (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0)),
+            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD)),
+            (_consumer, (work, 1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD)),
+            (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0, AHEAD)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST)),
-            (_consumer, (work, 1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST)),
-            (_consumer, (work, 2, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST)),
-            (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0)),
+            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD)),
+            (_consumer, (work, 1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD)),
+            (_consumer, (work, 2, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD)),
+            (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0, AHEAD)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
@@ -375,6 +392,6 @@ def attention(
         *(row_strides(bias) if bias is not None else (0, 0)), -1.0 if online else BOUND[values.dtype],
         BM=_ROWS, BN=config.block_n, D=padded_head_dim(head_dim), HEAD_DIM=head_dim, STAGES=config.num_stages,
         CONSUMERS=config.consumers, HAS_BIAS=bias is not None, HAS_LSE=lse is not None, CAUSAL=is_causal,
-        TAIL=bias is None and kv_len % config.block_n != 0, HIGH=high,
+        TAIL=bias is None and kv_len % config.block_n != 0, HIGH=high, AHEAD=config.ahead,
         num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip

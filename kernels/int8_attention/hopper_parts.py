@@ -58,11 +58,10 @@ def _load_values(v_desc, rest_desc, b, h_kv, n, full, v, rest, FP8: gl.constexpr
 
 @gluon.jit
 def _producer(
-    work,
-    BM: gl.constexpr, BN: gl.constexpr, HAS_BIAS: gl.constexpr, HIGH: gl.constexpr, FP8: gl.constexpr,
-    SPLIT: gl.constexpr,
+    work, BM: gl.constexpr, BN: gl.constexpr, HAS_BIAS: gl.constexpr, HIGH: gl.constexpr, FP8: gl.constexpr,
+    SPLIT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1."""
+    """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1 - AHEAD."""
     q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring = work[:9]
     LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles = work[9:]
     k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
@@ -74,36 +73,34 @@ def _producer(
     for wg in gl.static_range(CONSUMERS):
         mbarrier.expect(q_full.index(wg), q_desc.block_type.nbytes)
         load(q_desc, [head, (block * CONSUMERS + wg) * BM, 0], q_full.index(wg), q_s.index(wg))
-    tile = _tile_of(0, tiles, LIVE, HAS_BIAS)
-    previous = 0  # a value of its own: Triton carries no name round a loop that enters it as another name's alias
     slot = 0
     phase = 1
-    for j in range(tiles):
+    for j in range(tiles + 1 + AHEAD):
         mbarrier.wait(empty.index(slot), phase)
-        if j == 0:
-            mbarrier.expect(full.index(slot), K_BYTES)
+        if j < tiles:
+            if j < 1 + AHEAD:
+                mbarrier.expect(full.index(slot), K_BYTES)
+            else:
+                mbarrier.expect(full.index(slot), K_BYTES + V_BYTES)
+            tile = _tile_of(j, tiles, LIVE, HAS_BIAS)
+            load(k_desc, [kv_head, tile * BN, 0], full.index(slot), k_s.index(slot))
+            load(scale_desc, [(kv_head * k_tiles + tile) * SCALES], full.index(slot), scale_s.index(slot))
+            if HAS_BIAS:
+                load(bias_desc, [(bias_row * k_tiles + tile) * BN], full.index(slot), bias_s.index(slot))
         else:
-            mbarrier.expect(full.index(slot), K_BYTES + V_BYTES)
-        load(k_desc, [kv_head, tile * BN, 0], full.index(slot), k_s.index(slot))
-        load(scale_desc, [(kv_head * k_tiles + tile) * SCALES], full.index(slot), scale_s.index(slot))
-        if HAS_BIAS:
-            load(bias_desc, [(bias_row * k_tiles + tile) * BN], full.index(slot), bias_s.index(slot))
-        if j > 0:
+            if j < 1 + AHEAD:
+                mbarrier.expect(full.index(slot), 0)
+            else:
+                mbarrier.expect(full.index(slot), V_BYTES)
+        if j >= 1 + AHEAD:
+            n = _tile_of(j - 1 - AHEAD, tiles, LIVE, HAS_BIAS) * BN
             _load_values(
-                v_desc, rest_desc, b, h_kv, previous * BN, full.index(slot), v_s.index(slot), rest_s.index(slot),
-                FP8, SPLIT,
-            )  # fmt: skip
-        previous = tile
-        tile = _tile_of(gl.minimum(j + 1, tiles - 1), tiles, LIVE, HAS_BIAS)
+                v_desc, rest_desc, b, h_kv, n, full.index(slot), v_s.index(slot), rest_s.index(slot), FP8, SPLIT
+            )
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
-    mbarrier.wait(empty.index(slot), phase)
-    mbarrier.expect(full.index(slot), V_BYTES)
-    _load_values(
-        v_desc, rest_desc, b, h_kv, previous * BN, full.index(slot), v_s.index(slot), rest_s.index(slot), FP8, SPLIT
-    )
 
 
 @gluon.jit
