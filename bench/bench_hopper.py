@@ -97,7 +97,10 @@ def compare(options: argparse.Namespace, invocation: Invocation, name: str, mask
         row["error"] = None if result is None else round(result.error, 5)
         row["lse_error"] = None if result is None or result.lse_error is None else round(result.lse_error, 5)
         invocation.write(row)
-        print(*(f"{row[c]}" for c in ("case", "mask", "impl", "variant", "ms", "tflops", "error", "lse_error")), flush=True)
+        print(
+            *(f"{row[c]}" for c in ("case", "mask", "impl", "variant", "ms", "tflops", "error", "lse_error")),
+            flush=True,
+        )
 
 
 def main() -> int:

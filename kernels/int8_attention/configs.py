@@ -12,7 +12,8 @@ import torch
 class Config(NamedTuple):
     """Query rows of a program, keys of a step.
 
-    gluon: the kernel of hopper.py, with four key scales a step; consumers: its warpgroups, of 64 query rows each; ahead: 1 where they start scores a step before their softmax.
+    gluon: the kernel of hopper.py, with four key scales a step.  consumers: its warpgroups, of 64 query rows each.
+    ahead: 1 where they start the scores of a step before the softmax of the step before it.
     """
 
     block_m: int

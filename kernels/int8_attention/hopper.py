@@ -87,7 +87,7 @@ def _step(
     E: gl.constexpr = p.type.layout
     if ONLINE:
         total *= _by_group(decay, E)
-    elif FP8:
+    elif FP8:  # noqa: SIM102
         largest = _largest(part, BM)
     if M < 0:
         # Never taken, but ptxas can't know: it would hoist the wait for P @ V above the exponentials.
@@ -104,12 +104,12 @@ def _step(
     mbarrier.arrive(empty.index(slot), count=1)
     if ONLINE:
         acc, rest = _decayed(acc, rest, decay, SPLIT)
-    elif FP8:
+    elif FP8:  # noqa: SIM102
         if largest > _E4M3_MAX:
             p, part, top, decay = _lowered(p, part, top, 0.0)
             total *= _by_group(decay, E)
             acc, rest = _decayed(acc, rest, decay, SPLIT)
-    packed = _packed(p, S, P, v_s.dtype, BM, BN)
+    packed = _packed(p, v_s.dtype, S, P, BM, BN)
     if not AHEAD:
         s = 0
     return s, acc, rest, packed, total + part, top
@@ -151,7 +151,7 @@ def _attend(
     if FP8 and not ONLINE:
         p, total, top, _decay = _lowered(p, total, top, _LOWEST)
     mbarrier.arrive(empty.index(0), count=1)
-    packed = _packed(p, S, P, v_s.dtype, BM, BN)
+    packed = _packed(p, v_s.dtype, S, P, BM, BN)
     s = 0
     if AHEAD:
         mbarrier.wait(full.index(1), 0)
@@ -255,7 +255,7 @@ def _attention(
     CONSUMERS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
     HIGH: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """One program CONSUMERS * BM query rows of one head: warpgroups that share the keys and values of a producer warp."""
+    """One program CONSUMERS * BM query rows of one head: warpgroups that share what a producer warp loads."""
     ROWS: gl.constexpr = CONSUMERS * BM
     FP8: gl.constexpr = v_desc.dtype == gl.float8e4nv
     COLUMNS: gl.constexpr = first_columns(HEAD_DIM)

@@ -8,14 +8,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 # Triton 3.9 has only the new name.
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # e4m3 ends at 448 = 2^8.8. Where no row maximum is kept, what a thread sums up of a row and tile stays below that, and
 # is brought to 2^7 where it does not, so that a weight is normal from 2^-13 of the largest on, and 0 under 2^-17.
-_E4M3_MAX = gl.constexpr(448.0)
+_E4M3_MAX = gl.constexpr(0x43E00000)  # the bits of 448.0
 _E4M3_SUM = gl.constexpr(7.0)
 _E4M3_TOP = gl.constexpr(8.0)  # the largest weight of a row (log2) where the maximum is kept
 
@@ -193,14 +192,14 @@ def _by_group(x, E: gl.constexpr):
 
 @gluon.jit
 def _largest(part, BM: gl.constexpr):
-    """Largest of a warpgroup's sums [BM, 4]; of NaN it may be anything."""
-    return gl.max(part.to(gl.int32, bitcast=True).reshape([BM * 4]), 0).to(gl.float32, bitcast=True)
+    """Bits of the largest of a warpgroup's sums [BM, 4], which are not negative; NaN is larger than all."""
+    return gl.max(part.to(gl.int32, bitcast=True).reshape([BM * 4]), 0)
 
 
 @gluon.jit
-def _packed(p, S: gl.constexpr, P: gl.constexpr, DTYPE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+def _packed(p, dtype: gl.constexpr, S: gl.constexpr, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
     """Weights as operand of P @ V; e4m3 ones as words [BM, BN / 16, 4]: Triton carries bytes in a register each."""
-    if DTYPE == gl.float8e4nv:
+    if dtype == gl.float8e4nv:
         low, high = gl.split(p.reshape([BM, BN // 16, 2, 4, 2]))
         k0, k2 = gl.split(low.permute((0, 1, 3, 2)))
         k1, k3 = gl.split(high.permute((0, 1, 3, 2)))
@@ -210,7 +209,7 @@ def _packed(p, S: gl.constexpr, P: gl.constexpr, DTYPE: gl.constexpr, BM: gl.con
             "=r,f,f,f,f", [k0, k1, k2, k3], dtype=gl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        packed = gl.convert_layout(gl.convert_layout(p.reshape([BM, BN]), S).to(DTYPE), P)
+        packed = gl.convert_layout(gl.convert_layout(p.reshape([BM, BN]), S).to(dtype), P)
     return packed
 
 

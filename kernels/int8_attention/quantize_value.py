@@ -17,6 +17,7 @@ from .quantize import _kept, row_strides
 
 _ROWS = 128  # keys of a step
 _WARPS = 8
+_PROGRAMS = 1024  # that look for peaks: several on each SM of a large GPU
 
 
 class QuantizedValue(NamedTuple):
@@ -58,51 +59,51 @@ def _tile(
     return tl.load(V + n[:, None].to(tl.int64) * s_n + cols[None, :], mask=inside, other=0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["N", "steps", "chunk", "chunks", "heads", "bias_rows"])
-def _quantize_value(
-    V, BIAS, Y, SCALE, PEAK, DONE, N, steps, chunk, chunks, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, PERMUTED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+@triton.jit(do_not_specialize=["N", "steps", "heads", "bias_rows"])
+def _value_peaks(
+    V, BIAS, PEAK, N, steps, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`chunks` programs a head: each finds the peaks of its steps of keys, waits for its head's others, and rounds.
+    """PEAK[B * Hkv, parts, DP]: the largest |V| of a channel in every parts-th step of keys."""
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    V += b * s_b + h * s_h
+    BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * (steps * ROWS)
+    peak = tl.zeros([ROWS, DP], tl.float32)
+    for step in range(part, steps, tl.num_programs(0)):
+        x = _tile(V, BIAS, step * ROWS, N, bias_rows, s_n, s_bias_h * (steps * ROWS), D, DP, ROWS, HAS_BIAS, False)
+        x = tl.abs(x)
+        peak = tl.maximum(peak, tl.where(x < float("inf"), x, 0.0))  # NaN and infinity count for no scale
+    tl.store(PEAK + (head * tl.num_programs(0) + part) * DP + tl.arange(0, DP), tl.max(peak, 0))
 
-    The second read of a chunk finds it in the L2 cache.  PEAK int32 [B * Hkv, DP] and DONE int32 [1 + B * Hkv] are 0 at
-    the start.  Programs take a number when they start, so the ones that a program waits for were started before or
-    with it: with no more chunks than the GPU holds programs, all of them run.
-    """
-    number = tl.atomic_add(DONE, 1)
-    head = number // chunks
-    first = number % chunks * chunk
-    last = tl.minimum(first + chunk, steps)
+
+@triton.jit(do_not_specialize=["N", "steps", "heads", "bias_rows"])
+def _quantize_value(
+    V, BIAS, Y, SCALE, PEAK, N, steps, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PERMUTED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One program a step of keys of one head."""
+    # Backwards: what _value_peaks has read last is the likeliest to be in the cache.
+    step = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.num_programs(1) - 1 - tl.program_id(1)
     NP = steps * ROWS
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     V += b * s_b + h * s_h
     BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
-    PEAK += head * DP
+    x = _tile(V, BIAS, step * ROWS, N, bias_rows, s_n, s_bias_h * NP, D, DP, ROWS, HAS_BIAS, PERMUTED)
     cols = tl.arange(0, DP)
-    peak = tl.zeros([DP], tl.float32)
-    for step in range(first, last):
-        x = tl.abs(_tile(V, BIAS, step * ROWS, N, bias_rows, s_n, s_bias_h * NP, D, DP, ROWS, HAS_BIAS, False))
-        peak = tl.maximum(peak, tl.max(tl.where(x < float("inf"), x, 0.0), 0))  # NaN and infinity count for no scale
-    # The bits of floats that are not negative have the order of the floats.
-    tl.atomic_max(PEAK + cols, peak.to(tl.int32, bitcast=True))
-    tl.debug_barrier()
-    arrived = tl.atomic_add(DONE + 1 + head, 1) + 1
-    while arrived < chunks:
-        arrived = tl.atomic_add(DONE + 1 + head, 0)
-    peak = tl.atomic_max(PEAK + cols, 0).to(tl.float32, bitcast=True)
+    peak = tl.max(tl.load(PEAK + (head * PARTS + tl.arange(0, PARTS)[:, None]) * DP + cols[None, :]), 0)
     some = peak > 1e-30
     inverse = tl.where(some, 448.0 / tl.where(some, peak, 1.0), 0.0)
-    if first == 0:
+    if step == 0:
         tl.store(SCALE + head * DP + cols, peak / 448.0)
-    Y += head.to(tl.int64) * DP * NP
-    for back in range(first, last):
-        start = (first + last - 1 - back) * ROWS  # the keys read last are the likeliest to be in the cache
-        x = _tile(V, BIAS, start, N, bias_rows, s_n, s_bias_h * NP, D, DP, ROWS, HAS_BIAS, PERMUTED)
-        y = _e4m3(x * inverse[None, :] + x * 0.0, INTERPRETED)  # infinity becomes NaN, which e4m3 has
-        places = cols[:, None].to(tl.int64) * NP + (start + tl.arange(0, ROWS))[None, :]
-        tl.store(Y + places, tl.trans(y))
+    y = _e4m3(x * inverse[None, :] + x * 0.0, INTERPRETED)  # infinity becomes NaN, which e4m3 has
+    Y += head.to(tl.int64) * DP * NP + step * ROWS
+    tl.store(Y + cols[:, None].to(tl.int64) * NP + tl.arange(0, ROWS)[None, :], tl.trans(y))
 
 
 def quantize_value(value: torch.Tensor, bias: torch.Tensor | None, config: Config) -> QuantizedValue:
@@ -113,22 +114,19 @@ def quantize_value(value: torch.Tensor, bias: torch.Tensor | None, config: Confi
     batch, heads, kv_len, head_dim = value.shape
     padded = padded_head_dim(head_dim)
     rows = min(_ROWS, config.block_n)
-    padded_len = triton.cdiv(kv_len, config.block_n) * config.block_n
-    steps = padded_len // rows
-    quantized = value.new_empty((batch, heads, padded, padded_len), dtype=torch.float8_e4m3fn)
+    steps = triton.cdiv(kv_len, config.block_n) * config.block_n // rows
+    parts = triton.next_power_of_2(min(64, steps, _PROGRAMS // (batch * heads) + 1))
+    quantized = value.new_empty((batch, heads, padded, steps * rows), dtype=torch.float8_e4m3fn)
     scale = value.new_empty((batch, heads, padded), dtype=torch.float32)
-    state = value.new_zeros(batch * heads * (padded + 1) + 1, dtype=torch.int32)
-    # The interpreter runs one program after the other: none may wait.
-    together = 1 if interpreting() else torch.cuda.get_device_properties(value.device).multi_processor_count
-    chunk = triton.cdiv(steps, together)
-    chunks = triton.cdiv(steps, chunk)
-    bias_rows = heads_of(bias, heads)
-    _quantize_value[(batch * heads * chunks,)](
-        value, bias if bias is not None else scale, quantized, scale, state, state[batch * heads * padded :],
-        kv_len, steps, chunk, chunks, heads, bias_rows, *value.stride()[:3],
-        *(row_strides(bias) if bias is not None else (0, 0)),
-        D=head_dim, DP=padded, ROWS=rows, HAS_BIAS=bias is not None, PERMUTED=config.gluon,
-        INTERPRETED=interpreting(), num_warps=_WARPS,
+    peak = value.new_empty((batch * heads, parts, padded), dtype=torch.float32)
+    mask = bias if bias is not None else scale
+    sizes = (kv_len, steps, heads, heads_of(bias, heads), *value.stride()[:3])
+    strides = row_strides(bias) if bias is not None else (0, 0)
+    shared = {"D": head_dim, "DP": padded, "ROWS": rows, "HAS_BIAS": bias is not None, "num_warps": _WARPS}
+    _value_peaks[(parts, batch * heads)](value, mask, peak, *sizes, *strides, **shared)
+    _quantize_value[(steps, batch * heads)](
+        value, mask, quantized, scale, peak, *sizes, *strides,
+        PARTS=parts, PERMUTED=config.gluon, INTERPRETED=interpreting(), **shared,
     )  # fmt: skip
     return QuantizedValue(quantized, scale)
 

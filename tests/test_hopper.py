@@ -1,0 +1,117 @@
+"""Variants of the Hopper kernel on a GPU that has it: all of one source must give one answer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, padded_head_dim
+from sdpa_router.testing import relative_error, sdpa_oracle
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
+    ),
+]
+NARROW = {"block_n": 64, "num_stages": 4}
+VARIANTS = [
+    (64, {}), (64, {"consumers": 1, **NARROW}), (64, {"consumers": 3, **NARROW}), (64, {"ahead": 1, "num_stages": 4}),
+    (96, {"ahead": 0}), (96, {"ahead": 1, "num_stages": 4}), (128, {}), (128, {"ahead": 1, **NARROW}), (256, {}),
+]  # fmt: skip
+FP8 = [(64, {}), (96, {}), (128, {"ahead": 0}), (128, {"ahead": 1, "num_stages": 4}), (256, {})]
+
+
+def draw(heads, kv_heads, q_len, kv_len, head_dim):
+    shapes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    return [torch.randn(2, h, n, head_dim, device="cuda").bfloat16() for h, n in shapes]
+
+
+def run(query, key, value, mask=None, *, changes, fp8=False, high=False, is_causal=False, online=False, scale=None):
+    from sdpa_router.kernels.int8_attention import hopper
+    from sdpa_router.kernels.int8_attention.quantize import quantize
+    from sdpa_router.kernels.int8_attention.quantize_value import quantize_value
+
+    head_dim = query.shape[3]
+    config = HOPPER_GLUON[padded_head_dim(head_dim)]._replace(**changes)
+    scale = head_dim**-0.5 if scale is None else scale
+    quantized = quantize(query, key, mask, scale, config, lse=True, per_token=high)
+    values = quantize_value(value, quantized.bias, config) if fp8 else value
+    out = torch.full_like(query, torch.nan)
+    lse = torch.full(query.shape[:3], torch.nan, device="cuda")
+    hopper.attention(quantized, values, config, is_causal=is_causal, out=out, lse=lse, online=online)
+    return out, lse
+
+
+def variants():
+    for head_dim, changes in VARIANTS:
+        yield pytest.param(head_dim, changes, False, id=f"D{head_dim} {changes}")
+    for head_dim, changes in FP8:
+        yield pytest.param(head_dim, changes, True, id=f"D{head_dim} fp8 {changes}")
+
+
+@pytest.mark.parametrize(("head_dim", "changes", "fp8"), variants())
+@pytest.mark.parametrize("online", [False, True])
+def test_every_variant_matches_the_oracle(head_dim, changes, fp8, online):
+    budget = 0.045 if fp8 else 0.0135
+    for kv_len in (1, 64, 515):
+        query, key, value = draw(4, 2, 200, kv_len, head_dim)
+        bias = torch.randn(2, 4, 1, kv_len, device="cuda")
+        bias[1, 0, :, kv_len // 3 : kv_len - kv_len // 4] = -math.inf
+        for mask, is_causal in ((None, False), (bias, False), (None, True)):
+            out, lse = run(query, key, value, mask, changes=changes, fp8=fp8, is_causal=is_causal, online=online)
+            exact, exact_lse = sdpa_oracle(query, key, value, mask, is_causal=is_causal, enable_gqa=True)
+            assert relative_error(out, exact) < budget, (kv_len, mask is None, is_causal)
+            assert (lse - exact_lse).abs().max() < 0.06, (kv_len, mask is None, is_causal)
+
+
+@pytest.mark.parametrize("changes", [{}, {"consumers": 1, **NARROW}])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_scale_for_each_key_is_more_exact(changes, fp8):
+    query, key, value = draw(2, 2, 256, 1024, 128)
+    exact = sdpa_oracle(query, key, value)[0]
+    high, auto = (relative_error(run(query, key, value, changes=changes, fp8=fp8, high=h)[0], exact) for h in (1, 0))
+    assert high < auto
+    assert high < (0.045 if fp8 else 0.0105)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("reach", [4.0, 18.0, 60.0])
+def test_weights_in_e4m3_follow_scores_that_rise_or_fall_along_the_keys(reach, direction, ahead):
+    """The range of e4m3 holds 18 (log2): rows are lowered as their scores rise; over the bound a maximum is kept."""
+    query, key, value = draw(2, 2, 128, 2000, 128)
+    along = torch.nn.functional.normalize(torch.randn(128, device="cuda"), dim=0)
+    key += direction * torch.linspace(-reach, reach, 2000, device="cuda")[:, None].bfloat16() * along.bfloat16()
+    query += 11.3 * along.bfloat16()
+    changes = {"ahead": ahead, "num_stages": 4}
+    exact, exact_lse = run(query, key, value, changes={})
+    out, lse = run(query, key, value, changes=changes, fp8=True)
+    assert relative_error(out, exact) < 0.05
+    assert (lse - exact_lse).abs().max() < 1e-3
+
+
+def test_keys_under_a_heavy_bias_first_leave_room_for_the_others():
+    query, key, value = draw(2, 2, 128, 700, 128)
+    bias = torch.zeros(1, 1, 1, 700, device="cuda")
+    bias[..., :300] = -3000.0  # the walk under a mask is from the first tile to the last
+    out, lse = run(query, key, value, bias, changes={}, fp8=True)
+    exact, exact_lse = sdpa_oracle(query, key, value, bias)
+    assert relative_error(out, exact) < 0.045
+    assert (lse - exact_lse).abs().max() < 0.05
+
+
+def test_a_row_without_keys_is_zero_and_what_is_not_finite_is_nan():
+    query, key, value = draw(2, 2, 64, 300, 64)
+    mask = torch.ones(2, 1, 1, 300, dtype=torch.bool, device="cuda")
+    mask[1] = False
+    value[0, 0, 5, 3], value[0, 1, 7, 2] = math.nan, math.inf
+    out, lse = run(query, key, value, mask, changes={}, fp8=True)
+    assert (out[1] == 0).all()
+    assert (lse[1] == -math.inf).all()
+    nan = out[0].isnan()
+    assert nan[0, :, 3].all()
+    assert nan[1, :, 2].all()
+    assert nan.sum() == 2 * 64
