@@ -70,11 +70,17 @@ def loops(sass: str) -> list[list[str]]:
 
 
 def under_product(body: list[str]) -> float:
-    """Part of the exponentials between the wait for the scores and the wait for P @ V; 0 if ptxas serialises them."""
+    """Part of the exponentials between the wait for the scores and the wait for P @ V; 0 if ptxas serialises them.
+
+    Where scores are started a tile ahead, there is one wait: the part between the start of both products and that.
+    """
+    waits_for_scores = any("DEPBAR.LE gsb0" in text and not text.endswith("0x0") for text in body)
     inside, under, total = False, 0, 0
     for text in body:
         if "DEPBAR.LE gsb0" in text:
             inside = not text.endswith("0x0")
+        elif not waits_for_scores and re.search(r"[HQ]GMMA", text):
+            inside = True
         if "MUFU.EX2" in text:
             total += 1
             under += inside
