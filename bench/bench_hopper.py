@@ -105,7 +105,7 @@ def compare(options: argparse.Namespace, invocation: Invocation, name: str, mask
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default="h3-window", choices=list(CASES))
+    parser.add_argument("--case", default="h3-window", help=f"of {', '.join(CASES)}, separated by commas")
     parser.add_argument("--masks", default="none")
     parser.add_argument("--variants", default="base", help="separated by ;")
     parser.add_argument("--kinds", default="kernel,call,quantize_value")
@@ -118,8 +118,9 @@ def main() -> int:
     options = parser.parse_args()
     invocation = Invocation(torch.device("cuda"), options.out, options.commit or commit_here())
     with torch.no_grad():
-        for mask in options.masks.split(","):
-            compare(options, invocation, options.case, mask, options.lse)
+        for name in options.case.split(","):
+            for mask in options.masks.split(","):
+                compare(options, invocation, name, mask, options.lse)
     return 0
 
 

@@ -42,7 +42,7 @@ def variant(head_dim: int, dtype: str, flags: tuple[str, ...], config: Config) -
     types |= integers("M N k_tiles heads group s_ob s_oh s_om s_lb s_lh s_lm s_bias_b s_bias_h")
     constants = dict.fromkeys(FLAGS, False) | dict.fromkeys(flags, True)
     constants |= {"BM": 64, "BN": config.block_n, "D": padded_head_dim(head_dim), "HEAD_DIM": head_dim}
-    constants |= {"STAGES": config.num_stages, "CONSUMERS": config.consumers, "AHEAD": config.ahead}
+    constants |= {"STAGES": config.num_stages, "CONSUMERS": config.consumers, "AHEAD": config.ahead, "TURNS": config.turns}
     return types, constants
 
 

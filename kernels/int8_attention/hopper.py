@@ -27,6 +27,7 @@ from .hopper_parts import (
     _largest,
     _lowered,
     _packed,
+    _pause,
     _producer,
     _product,
     _scores,
@@ -41,6 +42,7 @@ from .quantize_value import QuantizedValue
 # exp2 of +-60 summed over 2^17 keys leaves a float32 room for values up to 2^50; float16 P ends at 2^16 and 2^-14.
 # e4m3 P starts from at least 2^-60, so that no weight that has yet to be lowered overflows a float32.
 BOUND = {torch.bfloat16: 60.0, torch.float16: 12.0, torch.float8_e4m3fn: 60.0}
+PAUSE = gl.constexpr(600)
 _LOWEST = gl.constexpr(-60.0)
 _SCALES = 32  # floats that one TMA load of key scales brings (its unit is 128 bytes); the first 4 are the tile's
 _ROWS = 64  # query rows of a warpgroup
@@ -51,13 +53,13 @@ def _step(
     j, slot, ahead, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
     S: gl.constexpr, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     HAS_BIAS: gl.constexpr, CAUSAL: gl.constexpr, ONLINE: gl.constexpr, HIGH: gl.constexpr, SPLIT: gl.constexpr,
-    ROWS: gl.constexpr, AHEAD: gl.constexpr,
+    ROWS: gl.constexpr, AHEAD: gl.constexpr, GROUP: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile j + AHEAD, then P @ V of tile j - 1, with the softmax of tile j under it.
 
     slot: of tile j; ahead, phase: of tile j + AHEAD; s: scores of tile j if AHEAD.
     """
-    k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
+    k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
     FP8: gl.constexpr = v_s.dtype == gl.float8e4nv
     mbarrier.wait(full.index(ahead), phase)
     started = _scores(q, k_s.index(ahead), S, BM, BN, D)
@@ -66,6 +68,8 @@ def _step(
         rest = _product(packed, rest_s.index(ahead), rest, P, BM, BN)
     if not AHEAD:
         s = warpgroup_mma_wait(1 + SPLIT, deps=[started])
+    if TURNS == 2:
+        mbarrier.wait(turn.index(GROUP), j & 1)
     col = (tiles - 1 - j) * BN
     # Where BN is a program's ROWS query rows, the diagonal crosses the first tile only; _attend has done that one.
     if CAUSAL and ROWS != BN:
@@ -92,6 +96,8 @@ def _step(
     if M < 0:
         # Never taken, but ptxas can't know: it would hoist the wait for P @ V above the exponentials.
         gl.store(SINK + gl.arange(0, BM, layout=gl.SliceLayout(1, part.type.layout)), gl.max(part, 1))
+    if TURNS == 2:
+        mbarrier.arrive(turn.index((GROUP + 1) % (ROWS // BM)), count=1)
     # The weights pass through the wait, so that their packing can't overwrite the operand of the product in flight.
     if SPLIT and AHEAD:
         acc, rest, p, s = warpgroup_mma_wait(0, deps=[acc, rest, p, started])
@@ -128,10 +134,10 @@ def _attend(
     q, q_scale, rows, SINK, M, N, tiles, masked, ring,
     S: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HAS_BIAS: gl.constexpr,
     CAUSAL: gl.constexpr, TAIL: gl.constexpr, ONLINE: gl.constexpr, HIGH: gl.constexpr, COLUMNS: gl.constexpr,
-    REST: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr,
+    REST: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, GROUP: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Walk the ring: P @ V [BM, COLUMNS] and [BM, REST] before division, row sums and tops [BM] of one warpgroup."""
-    k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
+    k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
     STAGES: gl.constexpr = k_s.type.shape[0]
     FP8: gl.constexpr = v_s.dtype == gl.float8e4nv
     BITS: gl.constexpr = v_s.dtype.primitive_bitwidth
@@ -144,12 +150,18 @@ def _attend(
         rest = gl.zeros([BM, REST], gl.float32, layout=accumulator(REST, BITS))
     mbarrier.wait(full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(0), S, BM, BN, D)])
+    if TURNS == 2:
+        mbarrier.wait(turn.index(GROUP), 0)
+    if TURNS == 1 and GROUP > 0:
+        _pause(tiles, PAUSE * GROUP)
     p, total, top, _decay = _softmax(
         s, q_scale, scale_s.index(0), bias_s.index(0), rows, (tiles - 1) * BN, N, top,
         S, BM, BN, HAS_BIAS, CAUSAL or TAIL, CAUSAL, ONLINE, HIGH, FP8,
     )  # fmt: skip
     if FP8 and not ONLINE:
         p, total, top, _decay = _lowered(p, total, top, _LOWEST)
+    if TURNS == 2:
+        mbarrier.arrive(turn.index((GROUP + 1) % (ROWS // BM)), count=1)
     mbarrier.arrive(empty.index(0), count=1)
     packed = _packed(p, v_s.dtype, S, P, BM, BN)
     s = 0
@@ -162,7 +174,7 @@ def _attend(
     for j in range(1, tiles):
         s, acc, rest, packed, total, top = _step(
             j, slot, ahead, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
-            S, P, BM, BN, D, HAS_BIAS, CAUSAL, ONLINE, HIGH, REST > 0, ROWS, AHEAD,
+            S, P, BM, BN, D, HAS_BIAS, CAUSAL, ONLINE, HIGH, REST > 0, ROWS, AHEAD, GROUP, TURNS,
         )  # fmt: skip
         slot = ahead
         ahead += 1
@@ -203,7 +215,7 @@ def _consumer(
     work,
     GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, HIGH: gl.constexpr,
-    COLUMNS: gl.constexpr, REST: gl.constexpr, AHEAD: gl.constexpr,
+    COLUMNS: gl.constexpr, REST: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: BM query rows of one head."""
     Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, q_s, q_full, ring = work[:10]
@@ -222,13 +234,13 @@ def _consumer(
     mbarrier.wait(q_full.index(GROUP), 0)
     q8 = q_s.index(GROUP).reshape([BM, D])
     q = q8
-    if D <= 128 - 64 * AHEAD:  # the registers have room for it beside the accumulator
+    if D <= 128 and not AHEAD and ROWS * BN < 192 * 128 and ROWS < 256:  # the registers have room for it
         q = q8.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=4))
     bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, M, k_tiles, BM, D)
     if bound <= limit:
         acc, rest, total, top = _attend(
             q, q_scale, rows, LSE, M, N, tiles, masked, ring,
-            S, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, False, HIGH, COLUMNS, REST, ROWS, AHEAD,
+            S, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, False, HIGH, COLUMNS, REST, ROWS, AHEAD, GROUP, TURNS,
         )  # fmt: skip
         _write(
             acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm,
@@ -237,7 +249,7 @@ def _consumer(
     else:
         acc, rest, total, top = _attend(
             q, q_scale, rows, LSE, M, N, tiles, masked, ring,
-            S, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, True, HIGH, COLUMNS, REST, ROWS, AHEAD,
+            S, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, True, HIGH, COLUMNS, REST, ROWS, AHEAD, GROUP, TURNS,
         )  # fmt: skip
         _write(
             acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm,
@@ -253,7 +265,7 @@ def _attention(
     M, N, k_tiles, heads, group, s_ob, s_oh, s_om, s_lb, s_lh, s_lm, s_bias_b, s_bias_h, limit,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-    HIGH: gl.constexpr, AHEAD: gl.constexpr,
+    HIGH: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """One program CONSUMERS * BM query rows of one head: warpgroups that share what a producer warp loads."""
     ROWS: gl.constexpr = CONSUMERS * BM
@@ -294,8 +306,8 @@ def _attention(
         )  # fmt: skip
     scale_s = gl.allocate_shared_memory(gl.float32, [STAGES] + scale_desc.block_type.shape, FLOATS)  # noqa: RUF005
     bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, BN], FLOATS)
-    q_full, full, empty = _barriers(STAGES, CONSUMERS)
-    ring = (k_s, v_s, rest_s, scale_s, bias_s, full, empty)
+    q_full, full, empty, turn = _barriers(STAGES, CONSUMERS)
+    ring = (k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn)
     # One tuple for what differs at run time: a name for constants would make values of them.
     work = (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, q_s, q_full, ring,
             block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit)  # fmt: skip
@@ -303,20 +315,28 @@ def _attention(
                 LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles)  # fmt: skip
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD)),
+            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
             (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0, AHEAD)),
         ], [1], [24])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD)),
-            (_consumer, (work, 1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD)),
+            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
+            (_consumer, (work, 1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
             (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0, AHEAD)),
         ], [4, 1], [240, 24])  # fmt: skip
+    elif CONSUMERS == 4:
+        gl.warp_specialize([
+            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
+            (_consumer, (work, 1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
+            (_consumer, (work, 2, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
+            (_consumer, (work, 3, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
+            (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0, AHEAD)),
+        ], [4, 4, 4, 1], [112, 112, 112, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD)),
-            (_consumer, (work, 1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD)),
-            (_consumer, (work, 2, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD)),
+            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
+            (_consumer, (work, 1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
+            (_consumer, (work, 2, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
             (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0, AHEAD)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
@@ -392,6 +412,6 @@ def attention(
         *(row_strides(bias) if bias is not None else (0, 0)), -1.0 if online else BOUND[values.dtype],
         BM=_ROWS, BN=config.block_n, D=padded_head_dim(head_dim), HEAD_DIM=head_dim, STAGES=config.num_stages,
         CONSUMERS=config.consumers, HAS_BIAS=bias is not None, HAS_LSE=lse is not None, CAUSAL=is_causal,
-        TAIL=bias is None and kv_len % config.block_n != 0, HIGH=high, AHEAD=config.ahead,
+        TAIL=bias is None and kv_len % config.block_n != 0, HIGH=high, AHEAD=config.ahead, TURNS=config.turns,
         num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip

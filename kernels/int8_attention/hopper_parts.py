@@ -63,7 +63,7 @@ def _producer(
     """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1 - AHEAD."""
     q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring = work[:9]
     LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles = work[9:]
-    k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
+    k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
     STAGES: gl.constexpr = k_s.type.shape[0]
     CONSUMERS: gl.constexpr = q_s.type.shape[0]
     K_BYTES: gl.constexpr = k_desc.block_type.nbytes + scale_desc.block_type.nbytes + (BN * 4 if HAS_BIAS else 0)
@@ -265,14 +265,26 @@ def _bound(q, q_scale, rows, K_NORM, M, k_tiles, BM: gl.constexpr, D: gl.constex
 
 
 @gluon.jit
+def _pause(block, CYCLES: gl.constexpr):
+    """Wait for some cycles."""
+    gl.inline_asm_elementwise(
+        "{ .reg .u32 a, b; .reg .pred p; mov.u32 a, %clock; L: mov.u32 b, %clock; sub.u32 b, b, a; "
+        "setp.lt.u32 p, b, $2; @p bra L; mov.u32 $0, $1; }", "=r,r,r", [block, CYCLES], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
 def _barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """Barriers, initialised: one a warpgroup's query, one a full and one an empty slot of the ring."""
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    return q_full, full, empty
+    mbarrier.arrive(turn.index(0), count=1)
+    return q_full, full, empty, turn
