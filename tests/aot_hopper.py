@@ -40,9 +40,8 @@ def variant(head_dim: int, dtype: str, flags: tuple[str, ...], config: Config) -
     types |= dict.fromkeys(POINTERS, "*fp32") | {"LIVE": "*i32", "limit": "fp32"}
     types["OUT"] = "*bf16" if dtype == "fp8e4nv" else f"*{dtype}"
     types |= integers("M N k_tiles heads group s_ob s_oh s_om s_lb s_lh s_lm s_bias_b s_bias_h")
-    constants = dict.fromkeys(FLAGS, False) | dict.fromkeys(flags, True)
-    constants |= {"BM": 64, "BN": config.block_n, "D": padded_head_dim(head_dim), "HEAD_DIM": head_dim}
-    constants |= {"STAGES": config.num_stages, "CONSUMERS": config.consumers, "AHEAD": config.ahead, "TURNS": config.turns}
+    chosen = {name.lower(): name in flags for name in FLAGS}
+    constants = {"T": hopper.traits(config, head_dim, fp8=dtype == "fp8e4nv", **chosen)}
     return types, constants
 
 
@@ -106,7 +105,7 @@ def main() -> None:
     for head_dim, dtype, flags in VARIANTS:
         types, constants = variant(head_dim, dtype, flags, HOPPER_GLUON[padded_head_dim(head_dim)])
         name = " ".join((f"D{head_dim}", dtype, *flags))
-        print(json.dumps({"variant": name} | facts(build(types, constants), constants["CONSUMERS"])), flush=True)
+        print(json.dumps({"variant": name} | facts(build(types, constants), constants["T"].CONSUMERS)), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Config(NamedTuple):
     gluon: bool = False
     consumers: int = 2
     ahead: int = 0
-    turns: int = 0
+    stagger: int = 0
 
 
 # By padded head_dim. Set so that no variant spills on Triton 3.6 and 3.9 (tests/test_aot.py); not timed, but for sm_90.

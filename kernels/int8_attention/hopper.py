@@ -20,11 +20,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .configs import Config, padded_head_dim
 from .hopper_parts import (
-    _E4M3_MAX,
+    Traits,
+    _accumulator,
     _barriers,
     _bound,
+    _buffer,
     _by_group,
-    _largest,
+    _decayed,
     _lowered,
     _packed,
     _pause,
@@ -32,18 +34,14 @@ from .hopper_parts import (
     _product,
     _scores,
     _softmax,
-    _write_columns,
-    accumulator,
+    _write_parts,
     first_columns,
 )
 from .quantize import Quantized, row_strides
 from .quantize_value import QuantizedValue
 
 # exp2 of +-60 summed over 2^17 keys leaves a float32 room for values up to 2^50; float16 P ends at 2^16 and 2^-14.
-# e4m3 P starts from at least 2^-60, so that no weight that has yet to be lowered overflows a float32.
 BOUND = {torch.bfloat16: 60.0, torch.float16: 12.0, torch.float8_e4m3fn: 60.0}
-PAUSE = gl.constexpr(600)
-_LOWEST = gl.constexpr(-60.0)
 _SCALES = 32  # floats that one TMA load of key scales brings (its unit is 128 bytes); the first 4 are the tile's
 _ROWS = 64  # query rows of a warpgroup
 
@@ -51,142 +49,111 @@ _ROWS = 64  # query rows of a warpgroup
 @gluon.jit
 def _step(
     j, slot, ahead, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
-    S: gl.constexpr, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    HAS_BIAS: gl.constexpr, CAUSAL: gl.constexpr, ONLINE: gl.constexpr, HIGH: gl.constexpr, SPLIT: gl.constexpr,
-    ROWS: gl.constexpr, AHEAD: gl.constexpr, GROUP: gl.constexpr, TURNS: gl.constexpr,
+    T: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile j + AHEAD, then P @ V of tile j - 1, with the softmax of tile j under it.
+    """Scores of tile j + T.AHEAD, then P @ V of tile j - 1, with the softmax of tile j under it.
 
-    slot: of tile j; ahead, phase: of tile j + AHEAD; s: scores of tile j if AHEAD.
+    slot: of tile j; ahead, phase: of tile j + T.AHEAD; s: scores of tile j if T.AHEAD.
     """
-    k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
-    FP8: gl.constexpr = v_s.dtype == gl.float8e4nv
+    k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
+    SPLIT: gl.constexpr = T.REST > 0
     mbarrier.wait(full.index(ahead), phase)
-    started = _scores(q, k_s.index(ahead), S, BM, BN, D)
-    acc = _product(packed, v_s.index(ahead), acc, P, BM, BN)
+    started = _scores(q, k_s.index(ahead), _accumulator(T.BN, 8), T.BM, T.BN, T.D)
+    acc = _product(packed, v_s.index(ahead), acc, P, T.BM, T.BN)
     if SPLIT:
-        rest = _product(packed, rest_s.index(ahead), rest, P, BM, BN)
-    if not AHEAD:
+        rest = _product(packed, rest_s.index(ahead), rest, P, T.BM, T.BN)
+    if not T.AHEAD:
         s = warpgroup_mma_wait(1 + SPLIT, deps=[started])
-    if TURNS == 2:
-        mbarrier.wait(turn.index(GROUP), j & 1)
-    col = (tiles - 1 - j) * BN
-    # Where BN is a program's ROWS query rows, the diagonal crosses the first tile only; _attend has done that one.
-    if CAUSAL and ROWS != BN:
+    col = (tiles - 1 - j) * T.BN
+    # Where BN is a program's query rows, the diagonal crosses the first tile only; _attend has done that one.
+    if T.CAUSAL and T.CONSUMERS * T.BM != T.BN:
         if j < masked:
             p, part, top, decay = _softmax(
-                s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top,
-                S, BM, BN, HAS_BIAS, True, CAUSAL, ONLINE, HIGH, FP8,
-            )  # fmt: skip
+                s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top, T, True, ONLINE
+            )
         else:
             p, part, top, decay = _softmax(
-                s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top,
-                S, BM, BN, HAS_BIAS, False, CAUSAL, ONLINE, HIGH, FP8,
-            )  # fmt: skip
+                s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top, T, False, ONLINE
+            )
     else:
         p, part, top, decay = _softmax(
-            s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top,
-            S, BM, BN, HAS_BIAS, False, CAUSAL, ONLINE, HIGH, FP8,
-        )  # fmt: skip
+            s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top, T, False, ONLINE
+        )
     E: gl.constexpr = p.type.layout
-    if ONLINE:
-        total *= _by_group(decay, E)
-    elif FP8:  # noqa: SIM102
-        largest = _largest(part, BM)
     if M < 0:
         # Never taken, but ptxas can't know: it would hoist the wait for P @ V above the exponentials.
-        gl.store(SINK + gl.arange(0, BM, layout=gl.SliceLayout(1, part.type.layout)), gl.max(part, 1))
-    if TURNS == 2:
-        mbarrier.arrive(turn.index((GROUP + 1) % (ROWS // BM)), count=1)
+        gl.store(SINK + gl.arange(0, T.BM, layout=gl.SliceLayout(1, part.type.layout)), gl.max(part, 1))
+    if T.FP8 and not ONLINE:
+        p, part, top, decay = _lowered(p, part, top, False)
     # The weights pass through the wait, so that their packing can't overwrite the operand of the product in flight.
-    if SPLIT and AHEAD:
+    if SPLIT and T.AHEAD:
         acc, rest, p, s = warpgroup_mma_wait(0, deps=[acc, rest, p, started])
     elif SPLIT:
         acc, rest, p = warpgroup_mma_wait(0, deps=[acc, rest, p])
-    elif AHEAD:
+    elif T.AHEAD:
         acc, p, s = warpgroup_mma_wait(0, deps=[acc, p, started])
     else:
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     mbarrier.arrive(empty.index(slot), count=1)
-    if ONLINE:
-        acc, rest = _decayed(acc, rest, decay, SPLIT)
-    elif FP8:  # noqa: SIM102
-        if largest > _E4M3_MAX:
-            p, part, top, decay = _lowered(p, part, top, 0.0)
-            total *= _by_group(decay, E)
-            acc, rest = _decayed(acc, rest, decay, SPLIT)
-    packed = _packed(p, v_s.dtype, S, P, BM, BN)
-    if not AHEAD:
+    if ONLINE or T.FP8:
+        total *= _by_group(decay, E)
+        acc = _decayed(acc, decay, T.BM)
+        if SPLIT:
+            rest = _decayed(rest, decay, T.BM)
+    if not T.AHEAD:
         s = 0
-    return s, acc, rest, packed, total + part, top
-
-
-@gluon.jit
-def _decayed(acc, rest, decay, SPLIT: gl.constexpr):
-    acc *= gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout)), 1)
-    if SPLIT:
-        rest *= gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, rest.type.layout)), 1)
-    return acc, rest
+    return s, acc, rest, _packed(p, v_s.dtype, P, T), total + part, top
 
 
 @gluon.jit
 def _attend(
-    q, q_scale, rows, SINK, M, N, tiles, masked, ring,
-    S: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HAS_BIAS: gl.constexpr,
-    CAUSAL: gl.constexpr, TAIL: gl.constexpr, ONLINE: gl.constexpr, HIGH: gl.constexpr, COLUMNS: gl.constexpr,
-    REST: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, GROUP: gl.constexpr, TURNS: gl.constexpr,
-):  # fmt: skip
+    q, q_scale, rows, SINK, M, N, tiles, masked, ring, T: gl.constexpr, GROUP: gl.constexpr, ONLINE: gl.constexpr
+):
     """Walk the ring: P @ V [BM, COLUMNS] and [BM, REST] before division, row sums and tops [BM] of one warpgroup."""
-    k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
-    STAGES: gl.constexpr = k_s.type.shape[0]
-    FP8: gl.constexpr = v_s.dtype == gl.float8e4nv
+    k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
     BITS: gl.constexpr = v_s.dtype.primitive_bitwidth
-    ACC: gl.constexpr = accumulator(COLUMNS, BITS)
+    ACC: gl.constexpr = _accumulator(T.COLUMNS, BITS)
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=32 // BITS)
-    top = gl.full([BM], -1.0e30 if ONLINE else 0.0, gl.float32, layout=gl.SliceLayout(1, S))
-    acc = gl.zeros([BM, COLUMNS], gl.float32, layout=ACC)
+    S: gl.constexpr = _accumulator(T.BN, 8)
+    top = gl.full([T.BM], -1.0e30 if ONLINE else 0.0, gl.float32, layout=gl.SliceLayout(1, S))
+    acc = gl.full([T.BM, T.COLUMNS], 0.0, gl.float32, layout=ACC)
     rest = 0
-    if REST > 0:
-        rest = gl.zeros([BM, REST], gl.float32, layout=accumulator(REST, BITS))
+    if T.REST > 0:
+        rest = gl.full([T.BM, T.REST], 0.0, gl.float32, layout=_accumulator(T.REST, BITS))
     mbarrier.wait(full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(0), S, BM, BN, D)])
-    if TURNS == 2:
-        mbarrier.wait(turn.index(GROUP), 0)
-    if TURNS == 1 and GROUP > 0:
-        _pause(tiles, PAUSE * GROUP)
+    s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(0), S, T.BM, T.BN, T.D)])
+    if T.STAGGER > 0 and GROUP > 0:
+        _pause(tiles, T.STAGGER * GROUP)
     p, total, top, _decay = _softmax(
-        s, q_scale, scale_s.index(0), bias_s.index(0), rows, (tiles - 1) * BN, N, top,
-        S, BM, BN, HAS_BIAS, CAUSAL or TAIL, CAUSAL, ONLINE, HIGH, FP8,
-    )  # fmt: skip
-    if FP8 and not ONLINE:
-        p, total, top, _decay = _lowered(p, total, top, _LOWEST)
-    if TURNS == 2:
-        mbarrier.arrive(turn.index((GROUP + 1) % (ROWS // BM)), count=1)
+        s, q_scale, scale_s.index(0), bias_s.index(0), rows, (tiles - 1) * T.BN, N, top, T, T.CAUSAL or T.TAIL, ONLINE
+    )
+    if T.FP8 and not ONLINE:
+        p, total, top, _decay = _lowered(p, total, top, True)
     mbarrier.arrive(empty.index(0), count=1)
-    packed = _packed(p, v_s.dtype, S, P, BM, BN)
+    packed = _packed(p, v_s.dtype, P, T)
     s = 0
-    if AHEAD:
+    if T.AHEAD:
         mbarrier.wait(full.index(1), 0)
-        s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(1), S, BM, BN, D)])
+        s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(1), S, T.BM, T.BN, T.D)])
     slot = 1
-    ahead = 1 + AHEAD
+    ahead = 1 + T.AHEAD
     phase = 0
     for j in range(1, tiles):
         s, acc, rest, packed, total, top = _step(
             j, slot, ahead, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
-            S, P, BM, BN, D, HAS_BIAS, CAUSAL, ONLINE, HIGH, REST > 0, ROWS, AHEAD, GROUP, TURNS,
+            T, P, GROUP, ONLINE,
         )  # fmt: skip
         slot = ahead
         ahead += 1
-        if ahead == STAGES:
+        if ahead == T.STAGES:
             ahead = 0
             phase ^= 1
-        if not AHEAD:
+        if not T.AHEAD:
             slot = ahead
     mbarrier.wait(full.index(ahead), phase)
-    acc = _product(packed, v_s.index(ahead), acc, P, BM, BN)
-    if REST > 0:
-        rest = _product(packed, rest_s.index(ahead), rest, P, BM, BN)
+    acc = _product(packed, v_s.index(ahead), acc, P, T.BM, T.BN)
+    if T.REST > 0:
+        rest = _product(packed, rest_s.index(ahead), rest, P, T.BM, T.BN)
         acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -194,67 +161,31 @@ def _attend(
 
 
 @gluon.jit
-def _write(
-    acc, rest, total, top, rows, out, lse, v_scale, term, anchor, keep, M, s_om, s_lm,
-    HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr, FP8: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """Divide by the row sums and store; out, lse, v_scale and term point at this head's first."""
-    empty = total == 0  # not "total > 0": NaN must stay NaN
-    inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
-    _write_columns(acc, inverse, v_scale, rows, out, M, s_om, 0, HEAD_DIM, FP8)
-    if SPLIT:
-        _write_columns(rest, inverse, v_scale, rows, out, M, s_om, acc.type.shape[1], HEAD_DIM, FP8)
-    if HAS_LSE:
-        value = (top + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453
-        value += gl.load(term + rows, mask=rows < M, other=0.0) * keep + anchor
-        gl.store(lse + rows.to(gl.int64) * s_lm, gl.where(empty, float("-inf"), value), mask=rows < M)
-
-
-@gluon.jit
-def _consumer(
-    work,
-    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, HIGH: gl.constexpr,
-    COLUMNS: gl.constexpr, REST: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr,
-):  # fmt: skip
+def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
     """One warpgroup: BM query rows of one head."""
     Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, q_s, q_full, ring = work[:10]
     block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit = work[10:]
-    S: gl.constexpr = accumulator(BN, 8)
-    FP8: gl.constexpr = ring[1].dtype == gl.float8e4nv
-    ROWS: gl.constexpr = q_s.type.shape[0] * BM
-    rows = block * ROWS + GROUP * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, S))
+    S: gl.constexpr = _accumulator(T.BN, 8)
+    rows = (block * T.CONSUMERS + GROUP) * T.BM + gl.arange(0, T.BM, layout=gl.SliceLayout(1, S))
     q_scale = gl.load(Q_SCALE + first + rows, mask=rows < M, other=0.0)
     anchor = 0.0
     keep = 1.0
-    if HAS_BIAS:
+    if T.HAS_BIAS:
         anchor = gl.load(ANCHOR)
         keep = gl.load(ANCHOR + 1)
         q_scale *= keep
     mbarrier.wait(q_full.index(GROUP), 0)
-    q8 = q_s.index(GROUP).reshape([BM, D])
+    q8 = q_s.index(GROUP).reshape([T.BM, T.D])
     q = q8
-    if D <= 128 and not AHEAD and ROWS * BN < 192 * 128 and ROWS < 256:  # the registers have room for it
+    if T.Q_REGISTERS:
         q = q8.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=4))
-    bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, M, k_tiles, BM, D)
+    bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, M, k_tiles, T.BM, T.D)
     if bound <= limit:
-        acc, rest, total, top = _attend(
-            q, q_scale, rows, LSE, M, N, tiles, masked, ring,
-            S, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, False, HIGH, COLUMNS, REST, ROWS, AHEAD, GROUP, TURNS,
-        )  # fmt: skip
-        _write(
-            acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm,
-            HEAD_DIM, HAS_LSE, FP8, REST > 0,
-        )  # fmt: skip
+        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, GROUP, False)
+        _write_parts(acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, T)
     else:
-        acc, rest, total, top = _attend(
-            q, q_scale, rows, LSE, M, N, tiles, masked, ring,
-            S, BM, BN, D, HAS_BIAS, CAUSAL, TAIL, True, HIGH, COLUMNS, REST, ROWS, AHEAD, GROUP, TURNS,
-        )  # fmt: skip
-        _write(
-            acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm,
-            HEAD_DIM, HAS_LSE, FP8, REST > 0,
-        )  # fmt: skip
+        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, GROUP, True)
+        _write_parts(acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, T)
 
 
 # Lengths and head counts are not specialised: no compilation for a length of 1 or of 16 * n.
@@ -263,17 +194,12 @@ def _attention(
     q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc,
     Q_SCALE, K_NORM, LIVE, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE,
     M, N, k_tiles, heads, group, s_ob, s_oh, s_om, s_lb, s_lh, s_lm, s_bias_b, s_bias_h, limit,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-    HIGH: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr,
+    T: gl.constexpr,
 ):  # fmt: skip
-    """One program CONSUMERS * BM query rows of one head: warpgroups that share what a producer warp loads."""
-    ROWS: gl.constexpr = CONSUMERS * BM
-    FP8: gl.constexpr = v_desc.dtype == gl.float8e4nv
-    COLUMNS: gl.constexpr = first_columns(HEAD_DIM)
-    REST: gl.constexpr = 32 if COLUMNS < HEAD_DIM else 0
+    """One program T.CONSUMERS * T.BM query rows of one head: warpgroups that share what a producer warp loads."""
+    ROWS: gl.constexpr = T.CONSUMERS * T.BM
     block = gl.program_id(0)
-    if CAUSAL:
+    if T.CAUSAL:
         block = gl.num_programs(0) - 1 - block  # the longest first
     head = gl.program_id(1)
     b = head // heads
@@ -283,62 +209,52 @@ def _attention(
     bias_row = b * s_bias_b + h * s_bias_h
     tiles = k_tiles
     masked = 1
-    if HAS_BIAS:
+    if T.HAS_BIAS:
         LIVE += bias_row * (k_tiles + 1)
         ANCHOR += bias_row * 2
         tiles = gl.load(LIVE)
-    if CAUSAL:
-        tiles = gl.cdiv(gl.minimum(N, (block + 1) * ROWS), BN)
-        masked = tiles - gl.minimum(block * ROWS, N) // BN
+    if T.CAUSAL:
+        tiles = gl.cdiv(gl.minimum(N, (block + 1) * ROWS), T.BN)
+        masked = tiles - gl.minimum(block * ROWS, N) // T.BN
     first = head.to(gl.int64) * M
     OUT += b.to(gl.int64) * s_ob + h.to(gl.int64) * s_oh
     LSE += b.to(gl.int64) * s_lb + h.to(gl.int64) * s_lh
-    if FP8:
-        V_SCALE += kv_head * D
-    FLOATS: gl.constexpr = scale_desc.layout
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)  # noqa: RUF005
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
+    if T.FP8:
+        V_SCALE += kv_head * T.D
+    q_s = _buffer(q_desc, T.CONSUMERS)
+    q_full, full, empty = _barriers(T.STAGES, T.CONSUMERS)
+    k_s = _buffer(k_desc, T.STAGES)
+    v_s = _buffer(v_desc, T.STAGES)
     rest_s = v_s
-    if REST > 0:
-        rest_s = gl.allocate_shared_memory(
-            rest_desc.dtype, [STAGES] + rest_desc.block_type.shape, rest_desc.layout  # noqa: RUF005
-        )  # fmt: skip
-    scale_s = gl.allocate_shared_memory(gl.float32, [STAGES] + scale_desc.block_type.shape, FLOATS)  # noqa: RUF005
-    bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, BN], FLOATS)
-    q_full, full, empty, turn = _barriers(STAGES, CONSUMERS)
-    ring = (k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn)
-    # One tuple for what differs at run time: a name for constants would make values of them.
+    if T.REST > 0:
+        rest_s = _buffer(rest_desc, T.STAGES)
+    scale_s = _buffer(scale_desc, T.STAGES)
+    bias_s = scale_s
+    if T.HAS_BIAS:
+        bias_s = _buffer(bias_desc, T.STAGES)
+    ring = (k_s, v_s, rest_s, scale_s, bias_s, full, empty)
     work = (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, q_s, q_full, ring,
             block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit)  # fmt: skip
-    producer = (q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring,
-                LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles)  # fmt: skip
-    if CONSUMERS == 1:
-        gl.warp_specialize([
-            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
-            (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0, AHEAD)),
-        ], [1], [24])  # fmt: skip
-    elif CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
-            (_consumer, (work, 1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
-            (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0, AHEAD)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    elif CONSUMERS == 4:
-        gl.warp_specialize([
-            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
-            (_consumer, (work, 1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
-            (_consumer, (work, 2, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
-            (_consumer, (work, 3, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
-            (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0, AHEAD)),
-        ], [4, 4, 4, 1], [112, 112, 112, 24])  # fmt: skip
+    loads = (q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring,
+             LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles)  # fmt: skip
+    # The registers of a thread: what an SM has, shared by the warpgroups; 24 do for the producer.
+    if T.CONSUMERS == 1:
+        gl.warp_specialize([(_consumer, (work, T, 0)), (_producer, (loads, T))], [1], [24])
+    elif T.CONSUMERS == 2:
+        gl.warp_specialize(
+            [(_consumer, (work, T, 0)), (_consumer, (work, T, 1)), (_producer, (loads, T))], [4, 1], [240, 24]
+        )
+    elif T.CONSUMERS == 3:
+        gl.warp_specialize(
+            [(_consumer, (work, T, 0)), (_consumer, (work, T, 1)), (_consumer, (work, T, 2)), (_producer, (loads, T))],
+            [4, 4, 1], [160, 160, 24],
+        )  # fmt: skip
     else:
-        gl.warp_specialize([
-            (_consumer, (work, 0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
-            (_consumer, (work, 1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
-            (_consumer, (work, 2, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_LSE, CAUSAL, TAIL, HIGH, COLUMNS, REST, AHEAD, TURNS)),
-            (_producer, (producer, BM, BN, HAS_BIAS, HIGH, FP8, REST > 0, AHEAD)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+        gl.warp_specialize(
+            [(_consumer, (work, T, 0)), (_consumer, (work, T, 1)), (_consumer, (work, T, 2)), (_consumer, (work, T, 3)),
+             (_producer, (loads, T))],
+            [4, 4, 4, 1], [112, 112, 112, 24],
+        )  # fmt: skip
 
 
 def _shared(shape: list[int], bits: int) -> gl.NVMMASharedLayout:
@@ -351,6 +267,19 @@ def _shared(shape: list[int], bits: int) -> gl.NVMMASharedLayout:
 def _describe(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
     layout = _shared(block, 8 * tensor.element_size())
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+
+
+def traits(
+    config: Config, head_dim: int, *, fp8: bool, high: bool, has_bias: bool, has_lse: bool, causal: bool, tail: bool
+) -> Traits:
+    """What the kernel is compiled for."""
+    padded, columns = padded_head_dim(head_dim), first_columns(head_dim)
+    return Traits(
+        BM=_ROWS, BN=config.block_n, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=32 * (head_dim > columns),
+        STAGES=config.num_stages, CONSUMERS=config.consumers, AHEAD=config.ahead, STAGGER=config.stagger,
+        Q_REGISTERS=padded <= 128 and not config.ahead and config.consumers * min(config.block_n, 96) < 256,
+        HAS_BIAS=has_bias, HAS_LSE=has_lse, CAUSAL=causal, TAIL=tail, HIGH=high, FP8=fp8,
+    )  # fmt: skip
 
 
 def blocks(config: Config, head_dim: int, fp8: bool, high: bool) -> dict[str, list[int]]:
@@ -410,8 +339,9 @@ def attention(
         q_len, kv_len, padded_len // config.block_n, heads, heads // kv_heads,
         *out.stride()[:3], *(lse.stride() if lse is not None else (0, 0, 0)),
         *(row_strides(bias) if bias is not None else (0, 0)), -1.0 if online else BOUND[values.dtype],
-        BM=_ROWS, BN=config.block_n, D=padded_head_dim(head_dim), HEAD_DIM=head_dim, STAGES=config.num_stages,
-        CONSUMERS=config.consumers, HAS_BIAS=bias is not None, HAS_LSE=lse is not None, CAUSAL=is_causal,
-        TAIL=bias is None and kv_len % config.block_n != 0, HIGH=high, AHEAD=config.ahead, TURNS=config.turns,
+        T=traits(
+            config, head_dim, fp8=fp8, high=high, has_bias=bias is not None, has_lse=lse is not None, causal=is_causal,
+            tail=bias is None and kv_len % config.block_n != 0,
+        ),
         num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -11,23 +13,50 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 # Triton 3.9 has only the new name.
-load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # e4m3 ends at 448 = 2^8.8. Where no row maximum is kept, what a thread sums up of a row and tile stays below that, and
-# is brought to 2^7 where it does not, so that a weight is normal from 2^-13 of the largest on, and 0 under 2^-17.
-_E4M3_MAX = gl.constexpr(0x43E00000)  # the bits of 448.0
-_E4M3_SUM = gl.constexpr(7.0)
+# is brought under 2^7 where it does not, so that a weight is normal from 2^-12 of the largest on, and 0 under 2^-16.
+_E4M3_MAX = gl.constexpr(448.0)
+_E4M3_SUM = gl.constexpr(7)
 _E4M3_TOP = gl.constexpr(8.0)  # the largest weight of a row (log2) where the maximum is kept
 
 
+class Traits(NamedTuple):
+    """What the kernel is compiled for.
+
+    BM, BN: query rows of a warpgroup, keys of a step.  D: channels of query and key, HEAD_DIM: those of the output, as
+    COLUMNS + REST.  STAGES: slots of the ring.  CONSUMERS: warpgroups.  AHEAD: steps from scores to softmax.
+    STAGGER: cycles that a warpgroup starts after the one before it, so that they take the exponentials in turns.
+    Q_REGISTERS: whether the query is held there.  HIGH: a scale for each key.  FP8: P @ V in e4m3.
+    """
+
+    BM: int
+    BN: int
+    D: int
+    HEAD_DIM: int
+    COLUMNS: int
+    REST: int
+    STAGES: int
+    CONSUMERS: int
+    AHEAD: int
+    STAGGER: int
+    Q_REGISTERS: bool
+    HAS_BIAS: bool
+    HAS_LSE: bool
+    CAUSAL: bool
+    TAIL: bool
+    HIGH: bool
+    FP8: bool
+
+
 @gluon.constexpr_function
-def accumulator(n, bits):
+def _accumulator(n, bits):
     """Layout of a warpgroup's [64, n] product of operands of `bits` bits."""
     shape = [16, min(n, 128 if bits == 8 else 256), 256 // bits]
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
 
 
-@gluon.constexpr_function
-def first_columns(head_dim):
+def first_columns(head_dim: int) -> int:
     """Columns of the first part of P @ V: all of them padded to a power of two, or 64 of 96."""
     return 64 if 64 < head_dim <= 96 else max(32, 1 << (head_dim - 1).bit_length())
 
@@ -43,61 +72,55 @@ def _tile_of(j, tiles, LIVE, HAS_BIAS: gl.constexpr):
 
 
 @gluon.jit
-def _load_values(v_desc, rest_desc, b, h_kv, n, full, v, rest, FP8: gl.constexpr, SPLIT: gl.constexpr):
+def _load_values(v_desc, rest_desc, b, h_kv, n, full, v, rest, T: gl.constexpr):
     """Values of a tile of keys: [BN, DV], or [DV, BN] in e4m3; in two parts where the columns are no power of two."""
-    if FP8:
-        load(v_desc, [b, h_kv, 0, n], full, v)
-        if SPLIT:
-            load(rest_desc, [b, h_kv, 64, n], full, rest)
+    if T.FP8:
+        _load(v_desc, [b, h_kv, 0, n], full, v)
+        if T.REST > 0:
+            _load(rest_desc, [b, h_kv, T.COLUMNS, n], full, rest)
     else:
-        load(v_desc, [b, h_kv, n, 0], full, v)
-        if SPLIT:
-            load(rest_desc, [b, h_kv, n, 64], full, rest)
+        _load(v_desc, [b, h_kv, n, 0], full, v)
+        if T.REST > 0:
+            _load(rest_desc, [b, h_kv, n, T.COLUMNS], full, rest)
 
 
 @gluon.jit
-def _producer(
-    work, BM: gl.constexpr, BN: gl.constexpr, HAS_BIAS: gl.constexpr, HIGH: gl.constexpr, FP8: gl.constexpr,
-    SPLIT: gl.constexpr, AHEAD: gl.constexpr,
-):  # fmt: skip
+def _producer(work, T: gl.constexpr):
     """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1 - AHEAD."""
     q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring = work[:9]
     LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles = work[9:]
-    k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
-    STAGES: gl.constexpr = k_s.type.shape[0]
-    CONSUMERS: gl.constexpr = q_s.type.shape[0]
-    K_BYTES: gl.constexpr = k_desc.block_type.nbytes + scale_desc.block_type.nbytes + (BN * 4 if HAS_BIAS else 0)
-    V_BYTES: gl.constexpr = v_desc.block_type.nbytes + (rest_desc.block_type.nbytes if SPLIT else 0)
-    SCALES: gl.constexpr = BN if HIGH else 4
+    k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
+    LAG: gl.constexpr = 1 + T.AHEAD
+    K_BYTES: gl.constexpr = k_desc.block_type.nbytes + scale_desc.block_type.nbytes + (T.BN * 4 if T.HAS_BIAS else 0)
+    V_BYTES: gl.constexpr = v_desc.block_type.nbytes + (rest_desc.block_type.nbytes if T.REST > 0 else 0)
+    SCALES: gl.constexpr = T.BN if T.HIGH else 4
+    CONSUMERS: gl.constexpr = T.CONSUMERS
     for wg in gl.static_range(CONSUMERS):
         mbarrier.expect(q_full.index(wg), q_desc.block_type.nbytes)
-        load(q_desc, [head, (block * CONSUMERS + wg) * BM, 0], q_full.index(wg), q_s.index(wg))
+        _load(q_desc, [head, (block * T.CONSUMERS + wg) * T.BM, 0], q_full.index(wg), q_s.index(wg))
     slot = 0
     phase = 1
-    for j in range(tiles + 1 + AHEAD):
+    for j in range(tiles + LAG):
         mbarrier.wait(empty.index(slot), phase)
         if j < tiles:
-            if j < 1 + AHEAD:
+            if j < LAG:
                 mbarrier.expect(full.index(slot), K_BYTES)
             else:
                 mbarrier.expect(full.index(slot), K_BYTES + V_BYTES)
-            tile = _tile_of(j, tiles, LIVE, HAS_BIAS)
-            load(k_desc, [kv_head, tile * BN, 0], full.index(slot), k_s.index(slot))
-            load(scale_desc, [(kv_head * k_tiles + tile) * SCALES], full.index(slot), scale_s.index(slot))
-            if HAS_BIAS:
-                load(bias_desc, [(bias_row * k_tiles + tile) * BN], full.index(slot), bias_s.index(slot))
+            tile = _tile_of(j, tiles, LIVE, T.HAS_BIAS)
+            _load(k_desc, [kv_head, tile * T.BN, 0], full.index(slot), k_s.index(slot))
+            _load(scale_desc, [(kv_head * k_tiles + tile) * SCALES], full.index(slot), scale_s.index(slot))
+            if T.HAS_BIAS:
+                _load(bias_desc, [(bias_row * k_tiles + tile) * T.BN], full.index(slot), bias_s.index(slot))
+        elif j < LAG:
+            mbarrier.expect(full.index(slot), 0)
         else:
-            if j < 1 + AHEAD:
-                mbarrier.expect(full.index(slot), 0)
-            else:
-                mbarrier.expect(full.index(slot), V_BYTES)
-        if j >= 1 + AHEAD:
-            n = _tile_of(j - 1 - AHEAD, tiles, LIVE, HAS_BIAS) * BN
-            _load_values(
-                v_desc, rest_desc, b, h_kv, n, full.index(slot), v_s.index(slot), rest_s.index(slot), FP8, SPLIT
-            )
+            mbarrier.expect(full.index(slot), V_BYTES)
+        if j >= LAG:
+            n = _tile_of(j - LAG, tiles, LIVE, T.HAS_BIAS) * T.BN
+            _load_values(v_desc, rest_desc, b, h_kv, n, full.index(slot), v_s.index(slot), rest_s.index(slot), T)
         slot += 1
-        if slot == STAGES:
+        if slot == T.STAGES:
             slot = 0
             phase ^= 1
 
@@ -126,61 +149,95 @@ def _by_key(x, S: gl.constexpr, E: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(
-    s, q_scale, k_scale, bias, rows, col, N, top,
-    S: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, HAS_BIAS: gl.constexpr, MASKED: gl.constexpr,
-    CAUSAL: gl.constexpr, ONLINE: gl.constexpr, HIGH: gl.constexpr, FP8: gl.constexpr,
-):  # fmt: skip
+def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASKED: gl.constexpr, ONLINE: gl.constexpr):
     """One tile in log2 units: weights [BM, BN / 8, 4, 2], their sums by thread [BM, 4], row maximum, decay.
 
     Keys {8j + 2t, 8j + 2t + 1} of a tile are what one thread holds; unless HIGH they share a scale.
     """
+    BM: gl.constexpr = T.BM
+    BN: gl.constexpr = T.BN
+    S: gl.constexpr = s.type.layout
     s4 = s.reshape([BM, BN // 8, 4, 2])
     E: gl.constexpr = s4.type.layout
     G: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, E))
-    if HIGH:
+    if T.HIGH:
         x = s4.to(gl.float32) * _by_key(k_scale, S, E, BN) * _by_row(q_scale, E)
     else:
         scale = gl.expand_dims(gl.convert_layout(q_scale, gl.SliceLayout(1, G)), 1) * gl.expand_dims(
             k_scale.slice(0, 4).load(gl.SliceLayout(0, G)), 0
         )
         x = s4.to(gl.float32) * _by_row(scale, E)
-    if HAS_BIAS:
+    if T.HAS_BIAS:
         x += _by_key(bias, S, E, BN)
     if MASKED:
         n = gl.expand_dims(col + gl.arange(0, BN, layout=gl.SliceLayout(0, S)), 0)
         keep = n < N
-        if CAUSAL:
+        if T.CAUSAL:
             keep = keep & (n <= gl.expand_dims(rows, 1))
         kept = gl.where(keep, gl.convert_layout(x.reshape([BM, BN]), S), float("-inf"))
         x = gl.convert_layout(kept.reshape([BM, BN // 8, 4, 2]), E)
     decay = top
     if ONLINE:
-        if HAS_BIAS or MASKED or HIGH:
+        if T.HAS_BIAS or MASKED or T.HIGH:
             peak = gl.max(gl.max(gl.max(x, 3), 1), 1)
         else:
             # The scale is not negative: the order of the int8 scores is the order of the scores.
             peak = gl.max(gl.max(gl.max(s4, 3), 1).to(gl.float32) * scale, 1)
-        new_top = gl.maximum(top, gl.convert_layout(peak, gl.SliceLayout(1, S)) - (_E4M3_TOP if FP8 else 0.0))
+        new_top = gl.maximum(top, gl.convert_layout(peak, gl.SliceLayout(1, S)) - (_E4M3_TOP if T.FP8 else 0.0))
         decay = gl.exp2(top - new_top)
         top = new_top
-    if ONLINE or FP8:
+    if ONLINE or T.FP8:
         x -= _by_row(top, E)
     p = gl.exp2(x)
     return p, gl.sum(gl.sum(p, 3), 1), top, decay
 
 
 @gluon.jit
-def _lowered(p, part, top, lowest):
+def _lowered(p, part, top, FIRST: gl.constexpr):
     """Weights and sums of a tile brought into the range of e4m3 where a thread's sum left it; the new top, the factor.
 
-    lowest: the least log2 that a row is lowered by.
+    The factor is a power of two.  FIRST: whatever the sum is, but by at least 2^-60, so that no weight of a later tile
+    overflows a float32.
     """
     E: gl.constexpr = p.type.layout
     peak = gl.convert_layout(gl.max(part, 1), top.type.layout)
-    lower = gl.maximum(gl.log2(peak) - _E4M3_SUM, lowest)
-    decay = gl.exp2(-lower)
-    return p * _by_row(decay, E), part * _by_group(decay, E), top + lower, decay
+    lower = (peak.to(gl.int32, bitcast=True) >> 23) - (126 + _E4M3_SUM)  # of the exponent
+    lower = gl.maximum(lower, -60) if FIRST else gl.where(peak > _E4M3_MAX, lower, 0)
+    decay = ((127 - lower) << 23).to(gl.float32, bitcast=True)
+    _same, factor = gl.broadcast(p, _by_row(decay, E))
+    return _times(p, factor, 32), part * _by_group(decay, E), top + lower.to(gl.float32), decay
+
+
+@gluon.constexpr_function
+def _multiply(count):
+    """PTX and constraints: `count` registers times as many factors, all skipped by a warp whose factors are 1.
+
+    A thread holds two rows, and so two factors: those of registers 0 and 2 (or 1, where registers are that few).
+    """
+    second = 2 * count + min(2, count - 1)
+    moves = " ".join(f"mov.b32 ${i}, ${count + i};" for i in range(count))
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    text = (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${second}, 0f3F800000, p; "
+        f"vote.sync.any.pred q, p, 0xffffffff; {moves} @!q bra L; {products} L: }}"
+    )
+    return text, ",".join(["=&f"] * count + ["f"] * 2 * count)
+
+
+@gluon.jit
+def _times(x, factor, COUNT: gl.constexpr):
+    """x * factor, of one shape and layout; COUNT: registers that a thread holds of x, or a part of them."""
+    PTX: gl.constexpr = _multiply(COUNT)
+    return gl.inline_asm_elementwise(PTX[0], PTX[1], [x, factor], dtype=gl.float32, is_pure=True, pack=COUNT)
+
+
+@gluon.jit
+def _decayed(acc, decay, BM: gl.constexpr):
+    """acc [BM, DV] times decay [BM], which is 1 nearly always."""
+    DV: gl.constexpr = acc.type.shape[1]
+    factor = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout)), 1)
+    _same, factor = gl.broadcast(acc, factor)
+    return _times(acc, factor, min(64, BM * DV // 128))
 
 
 @gluon.jit
@@ -191,16 +248,10 @@ def _by_group(x, E: gl.constexpr):
 
 
 @gluon.jit
-def _largest(part, BM: gl.constexpr):
-    """Bits of the largest of a warpgroup's sums [BM, 4], which are not negative; NaN is larger than all."""
-    return gl.max(part.to(gl.int32, bitcast=True).reshape([BM * 4]), 0)
-
-
-@gluon.jit
-def _packed(p, dtype: gl.constexpr, S: gl.constexpr, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+def _packed(p, dtype: gl.constexpr, P: gl.constexpr, T: gl.constexpr):
     """Weights as operand of P @ V; e4m3 ones as words [BM, BN / 16, 4]: Triton carries bytes in a register each."""
     if dtype == gl.float8e4nv:
-        low, high = gl.split(p.reshape([BM, BN // 16, 2, 4, 2]))
+        low, high = gl.split(p.reshape([T.BM, T.BN // 16, 2, 4, 2]))
         k0, k2 = gl.split(low.permute((0, 1, 3, 2)))
         k1, k3 = gl.split(high.permute((0, 1, 3, 2)))
         packed = gl.inline_asm_elementwise(
@@ -209,7 +260,7 @@ def _packed(p, dtype: gl.constexpr, S: gl.constexpr, P: gl.constexpr, BM: gl.con
             "=r,f,f,f,f", [k0, k1, k2, k3], dtype=gl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        packed = gl.convert_layout(gl.convert_layout(p.reshape([BM, BN]), S).to(dtype), P)
+        packed = gl.convert_layout(gl.convert_layout(p.reshape([T.BM, T.BN]), _accumulator(T.BN, 8)).to(dtype), P)
     return packed
 
 
@@ -235,18 +286,44 @@ def _product(packed, v, acc, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr
 
 
 @gluon.jit
-def _write_columns(
-    acc, inverse, v_scale, rows, out, M, s_om, first: gl.constexpr, HEAD_DIM: gl.constexpr, FP8: gl.constexpr
-):
-    """Store acc [BM, DV] * inverse [BM] (* v_scale [D]): columns `first` and on of the output."""
-    L: gl.constexpr = acc.type.layout
-    m = gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, L)), 1)
-    d = first + gl.arange(0, acc.type.shape[1], layout=gl.SliceLayout(0, L))
-    o = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, L)), 1)
-    if FP8:
-        o *= gl.expand_dims(gl.load(v_scale + d), 0)
-    d = gl.expand_dims(d, 0)
+def _write(
+    acc, total, top, rows, out, lse, term, anchor, keep, M, s_om, s_lm,
+    ACC: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Divide by the row sums and store; out, lse and term point at this head's first row."""
+    empty = total == 0  # not "total > 0": NaN must stay NaN
+    inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
+    o = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, ACC)), 1)
+    m = gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, ACC)), 1)
+    d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, ACC)), 0)
     gl.store(out + m.to(gl.int64) * s_om + d, o.to(out.dtype.element_ty), mask=(m < M) & (d < HEAD_DIM))
+    if HAS_LSE:
+        value = (top + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453
+        value += gl.load(term + rows, mask=rows < M, other=0.0) * keep + anchor
+        gl.store(lse + rows.to(gl.int64) * s_lm, gl.where(empty, float("-inf"), value), mask=rows < M)
+
+
+@gluon.jit
+def _times_channels(acc, scale):
+    """acc [BM, DV] times float32 [DV]."""
+    L: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+    return acc * gl.expand_dims(gl.load(scale + gl.arange(0, acc.type.shape[1], layout=L)), 0)
+
+
+@gluon.jit
+def _write_parts(acc, rest, total, top, rows, out, lse, v_scale, term, anchor, keep, M, s_om, s_lm, T: gl.constexpr):
+    """_write() of P @ V in one or two parts, times the scales of an e4m3 value."""
+    ACC: gl.constexpr = acc.type.layout
+    if T.FP8:
+        acc = _times_channels(acc, v_scale)
+    _write(acc, total, top, rows, out, lse, term, anchor, keep, M, s_om, s_lm, ACC, T.COLUMNS, T.HEAD_DIM, T.HAS_LSE)
+    if T.REST > 0:
+        REST: gl.constexpr = rest.type.layout
+        if T.FP8:
+            rest = _times_channels(rest, v_scale + T.COLUMNS)
+        _write(
+            rest, total, top, rows, out + T.COLUMNS, lse, term, anchor, keep, M, s_om, s_lm, REST, T.REST, T.REST, False
+        )
 
 
 @gluon.jit
@@ -265,11 +342,12 @@ def _bound(q, q_scale, rows, K_NORM, M, k_tiles, BM: gl.constexpr, D: gl.constex
 
 
 @gluon.jit
-def _pause(block, CYCLES: gl.constexpr):
-    """Wait for some cycles."""
+def _pause(x, CYCLES: gl.constexpr):
+    """Wait for some cycles; x is any number."""
     gl.inline_asm_elementwise(
         "{ .reg .u32 a, b; .reg .pred p; mov.u32 a, %clock; L: mov.u32 b, %clock; sub.u32 b, b, a; "
-        "setp.lt.u32 p, b, $2; @p bra L; mov.u32 $0, $1; }", "=r,r,r", [block, CYCLES], dtype=gl.int32, is_pure=False, pack=1
+        "setp.lt.u32 p, b, $2; @p bra L; mov.u32 $0, $1; }",
+        "=r,r,r", [x, CYCLES], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -279,12 +357,15 @@ def _barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    mbarrier.arrive(turn.index(0), count=1)
-    return q_full, full, empty, turn
+    return q_full, full, empty
+
+
+@gluon.jit
+def _buffer(desc, count: gl.constexpr):
+    """Shared memory for `count` blocks of a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [count] + desc.block_type.shape, desc.layout)  # noqa: RUF005
