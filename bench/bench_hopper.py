@@ -1,8 +1,8 @@
 """Compare variants of the Hopper kernel with one another and with rivals: what its configurations are set from.
 
 A variant is a list of settings: `pv=fp8`, `precision=high`, `online=1` (keep a running maximum everywhere),
-`consumers`, `block_n`, `num_stages`. Usage:
-python bench/bench_hopper.py --case d64-8k --variants "base;consumers=3,block_n=64,num_stages=4" --impls torch,fa3
+`block_m`, `block_n`, `num_stages`. Usage:
+python bench/bench_hopper.py --case d64-8k --variants "base;block_m=192,block_n=64,num_stages=4" --impls torch,fa3
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from records import RESULTS, Invocation, commit_here
 from timing import QUICK, Run, interleaved
 
 from sdpa_router.kernels.int8_attention import hopper
-from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, padded_head_dim
+from sdpa_router.kernels.int8_attention.configs import HOPPER_FP8, HOPPER_GLUON, padded_head_dim
 from sdpa_router.kernels.int8_attention.quantize import quantize
 from sdpa_router.kernels.int8_attention.quantize_value import quantize_value
 
@@ -30,7 +30,7 @@ def variant_runs(problem: Problem, text: str) -> dict[str, Run]:
     settings = dict(part.split("=") for part in text.split(",") if "=" in part)
     fp8, high = settings.pop("pv", "") == "fp8", settings.pop("precision", "") == "high"
     online = settings.pop("online", "0") == "1"
-    config = HOPPER_GLUON[padded_head_dim(problem.case.head_dim)]
+    config = (HOPPER_FP8 if fp8 else HOPPER_GLUON)[padded_head_dim(problem.case.head_dim)]
     config = config._replace(**{name: int(number) for name, number in settings.items()})
     query, key, value = problem.query, problem.key, problem.value
     out = torch.full_like(query, torch.nan)

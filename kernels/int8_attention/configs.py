@@ -12,8 +12,7 @@ import torch
 class Config(NamedTuple):
     """Query rows of a program, keys of a step.
 
-    gluon: the kernel of hopper.py, with four key scales a step.  consumers: its warpgroups, of 64 query rows each.
-    ahead: 1 where they start the scores of a step before the softmax of the step before it.
+    gluon: the kernel of hopper.py, with four key scales a step, and a warpgroup for every 64 query rows.
     """
 
     block_m: int
@@ -22,9 +21,6 @@ class Config(NamedTuple):
     num_stages: int
     tma: bool = False
     gluon: bool = False
-    consumers: int = 2
-    ahead: int = 0
-    stagger: int = 0
 
 
 # By padded head_dim. Set so that no variant spills on Triton 3.6 and 3.9 (tests/test_aot.py); not timed, but for sm_90.
@@ -33,8 +29,13 @@ _AMPERE = {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(32
 _HOPPER = {64: Config(64, 128, 4, 2, True), 128: Config(64, 128, 4, 2, True), 256: Config(128, 64, 8, 3, True)}
 # The kernel of hopper.py, of its variants the fastest on an H200 (bench/results/hopper_variants.jsonl).
 HOPPER_GLUON = {
-    64: Config(128, 128, 4, 3, True, True),
+    64: Config(256, 64, 4, 4, True, True),
     128: Config(128, 128, 4, 3, True, True),
+    256: Config(128, 64, 4, 3, True, True),
+}
+HOPPER_FP8 = {
+    64: Config(192, 64, 4, 6, True, True),
+    128: Config(128, 128, 4, 4, True, True),
     256: Config(128, 64, 4, 3, True, True),
 }
 _HOPPER_POINTERS = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 2)}
@@ -66,7 +67,7 @@ def config_for(arch: int | str, head_dim: int, describable: bool = True) -> Conf
 def config_of(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precision: str = "auto") -> Config:
     """The configuration for a call on these tensors."""
     if why_portable(query, value, pv, precision) is None:
-        return HOPPER_GLUON[padded_head_dim(query.shape[3])]
+        return (HOPPER_FP8 if pv == "fp8" else HOPPER_GLUON)[padded_head_dim(query.shape[3])]
     # The e4m3 copy of the value is made so that it can be described.
     return config_for(arch_of(query.device), query.shape[3], _descriptors() if pv == "fp8" else describable(value))
 

@@ -29,7 +29,6 @@ from .hopper_parts import (
     _decayed,
     _lowered,
     _packed,
-    _pause,
     _producer,
     _product,
     _scores,
@@ -48,22 +47,18 @@ _ROWS = 64  # query rows of a warpgroup
 
 @gluon.jit
 def _step(
-    j, slot, ahead, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
-    T: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr, ONLINE: gl.constexpr,
+    j, slot, phase, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
+    T: gl.constexpr, P: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile j + T.AHEAD, then P @ V of tile j - 1, with the softmax of tile j under it.
-
-    slot: of tile j; ahead, phase: of tile j + T.AHEAD; s: scores of tile j if T.AHEAD.
-    """
+    """Scores of tile j, then P @ V of tile j - 1 with the softmax of tile j under it."""
     k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
     SPLIT: gl.constexpr = T.REST > 0
-    mbarrier.wait(full.index(ahead), phase)
-    started = _scores(q, k_s.index(ahead), _accumulator(T.BN, 8), T.BM, T.BN, T.D)
-    acc = _product(packed, v_s.index(ahead), acc, P, T.BM, T.BN)
+    mbarrier.wait(full.index(slot), phase)
+    s = _scores(q, k_s.index(slot), _accumulator(T.BN, 8), T.BM, T.BN, T.D)
+    acc = _product(packed, v_s.index(slot), acc, P, T.BM, T.BN)
     if SPLIT:
-        rest = _product(packed, rest_s.index(ahead), rest, P, T.BM, T.BN)
-    if not T.AHEAD:
-        s = warpgroup_mma_wait(1 + SPLIT, deps=[started])
+        rest = _product(packed, rest_s.index(slot), rest, P, T.BM, T.BN)
+    s = warpgroup_mma_wait(1 + SPLIT, deps=[s])
     col = (tiles - 1 - j) * T.BN
     # Where BN is a program's query rows, the diagonal crosses the first tile only; _attend has done that one.
     if T.CAUSAL and T.CONSUMERS * T.BM != T.BN:
@@ -86,29 +81,21 @@ def _step(
     if T.FP8 and not ONLINE:
         p, part, top, decay = _lowered(p, part, top, False)
     # The weights pass through the wait, so that their packing can't overwrite the operand of the product in flight.
-    if SPLIT and T.AHEAD:
-        acc, rest, p, s = warpgroup_mma_wait(0, deps=[acc, rest, p, started])
-    elif SPLIT:
+    if SPLIT:
         acc, rest, p = warpgroup_mma_wait(0, deps=[acc, rest, p])
-    elif T.AHEAD:
-        acc, p, s = warpgroup_mma_wait(0, deps=[acc, p, started])
     else:
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     mbarrier.arrive(empty.index(slot), count=1)
     if ONLINE or T.FP8:
         total *= _by_group(decay, E)
-        acc = _decayed(acc, decay, T.BM)
+        acc = _decayed(acc, decay, T)
         if SPLIT:
-            rest = _decayed(rest, decay, T.BM)
-    if not T.AHEAD:
-        s = 0
-    return s, acc, rest, _packed(p, v_s.dtype, P, T), total + part, top
+            rest = _decayed(rest, decay, T)
+    return acc, rest, _packed(p, v_s.dtype, P, T), total + part, top
 
 
 @gluon.jit
-def _attend(
-    q, q_scale, rows, SINK, M, N, tiles, masked, ring, T: gl.constexpr, GROUP: gl.constexpr, ONLINE: gl.constexpr
-):
+def _attend(q, q_scale, rows, SINK, M, N, tiles, masked, ring, T: gl.constexpr, ONLINE: gl.constexpr):
     """Walk the ring: P @ V [BM, COLUMNS] and [BM, REST] before division, row sums and tops [BM] of one warpgroup."""
     k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
     BITS: gl.constexpr = v_s.dtype.primitive_bitwidth
@@ -122,8 +109,6 @@ def _attend(
         rest = gl.full([T.BM, T.REST], 0.0, gl.float32, layout=_accumulator(T.REST, BITS))
     mbarrier.wait(full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(0), S, T.BM, T.BN, T.D)])
-    if T.STAGGER > 0 and GROUP > 0:
-        _pause(tiles, T.STAGGER * GROUP)
     p, total, top, _decay = _softmax(
         s, q_scale, scale_s.index(0), bias_s.index(0), rows, (tiles - 1) * T.BN, N, top, T, T.CAUSAL or T.TAIL, ONLINE
     )
@@ -131,29 +116,21 @@ def _attend(
         p, total, top, _decay = _lowered(p, total, top, True)
     mbarrier.arrive(empty.index(0), count=1)
     packed = _packed(p, v_s.dtype, P, T)
-    s = 0
-    if T.AHEAD:
-        mbarrier.wait(full.index(1), 0)
-        s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(1), S, T.BM, T.BN, T.D)])
     slot = 1
-    ahead = 1 + T.AHEAD
     phase = 0
     for j in range(1, tiles):
-        s, acc, rest, packed, total, top = _step(
-            j, slot, ahead, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
-            T, P, GROUP, ONLINE,
+        acc, rest, packed, total, top = _step(
+            j, slot, phase, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
+            T, P, ONLINE,
         )  # fmt: skip
-        slot = ahead
-        ahead += 1
-        if ahead == T.STAGES:
-            ahead = 0
+        slot += 1
+        if slot == T.STAGES:
+            slot = 0
             phase ^= 1
-        if not T.AHEAD:
-            slot = ahead
-    mbarrier.wait(full.index(ahead), phase)
-    acc = _product(packed, v_s.index(ahead), acc, P, T.BM, T.BN)
+    mbarrier.wait(full.index(slot), phase)
+    acc = _product(packed, v_s.index(slot), acc, P, T.BM, T.BN)
     if T.REST > 0:
-        rest = _product(packed, rest_s.index(ahead), rest, P, T.BM, T.BN)
+        rest = _product(packed, rest_s.index(slot), rest, P, T.BM, T.BN)
         acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -181,10 +158,10 @@ def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
         q = q8.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=4))
     bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, M, k_tiles, T.BM, T.D)
     if bound <= limit:
-        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, GROUP, False)
+        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, False)
         _write_parts(acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, T)
     else:
-        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, GROUP, True)
+        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, True)
         _write_parts(acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, T)
 
 
@@ -276,8 +253,8 @@ def traits(
     padded, columns = padded_head_dim(head_dim), first_columns(head_dim)
     return Traits(
         BM=_ROWS, BN=config.block_n, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=32 * (head_dim > columns),
-        STAGES=config.num_stages, CONSUMERS=config.consumers, AHEAD=config.ahead, STAGGER=config.stagger,
-        Q_REGISTERS=padded <= 128 and not config.ahead and config.consumers * min(config.block_n, 96) < 256,
+        STAGES=config.num_stages, CONSUMERS=config.block_m // _ROWS,
+        Q_REGISTERS=padded <= 128 and config.block_m * min(config.block_n, 96) < 256 * _ROWS,
         HAS_BIAS=has_bias, HAS_LSE=has_lse, CAUSAL=causal, TAIL=tail, HIGH=high, FP8=fp8,
     )  # fmt: skip
 
@@ -328,7 +305,7 @@ def attention(
         "scale_desc": scale.view(-1),
         "bias_desc": bias.view(-1) if bias is not None else scale.view(-1),
     }
-    _attention[(triton.cdiv(q_len, config.consumers * _ROWS), batch * heads)](
+    _attention[(triton.cdiv(q_len, config.block_m), batch * heads)](
         *(_describe(tensors[name], block[name]) for name in tensors),
         quantized.query_scale, quantized.key_norm,
         quantized.live if quantized.live is not None else unused,

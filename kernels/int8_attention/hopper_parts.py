@@ -25,8 +25,7 @@ class Traits(NamedTuple):
     """What the kernel is compiled for.
 
     BM, BN: query rows of a warpgroup, keys of a step.  D: channels of query and key, HEAD_DIM: those of the output, as
-    COLUMNS + REST.  STAGES: slots of the ring.  CONSUMERS: warpgroups.  AHEAD: steps from scores to softmax.
-    STAGGER: cycles that a warpgroup starts after the one before it, so that they take the exponentials in turns.
+    COLUMNS + REST.  STAGES: slots of the ring.  CONSUMERS: warpgroups.
     Q_REGISTERS: whether the query is held there.  HIGH: a scale for each key.  FP8: P @ V in e4m3.
     """
 
@@ -38,8 +37,6 @@ class Traits(NamedTuple):
     REST: int
     STAGES: int
     CONSUMERS: int
-    AHEAD: int
-    STAGGER: int
     Q_REGISTERS: bool
     HAS_BIAS: bool
     HAS_LSE: bool
@@ -86,11 +83,10 @@ def _load_values(v_desc, rest_desc, b, h_kv, n, full, v, rest, T: gl.constexpr):
 
 @gluon.jit
 def _producer(work, T: gl.constexpr):
-    """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1 - AHEAD."""
+    """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1."""
     q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring = work[:9]
     LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles = work[9:]
     k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
-    LAG: gl.constexpr = 1 + T.AHEAD
     K_BYTES: gl.constexpr = k_desc.block_type.nbytes + scale_desc.block_type.nbytes + (T.BN * 4 if T.HAS_BIAS else 0)
     V_BYTES: gl.constexpr = v_desc.block_type.nbytes + (rest_desc.block_type.nbytes if T.REST > 0 else 0)
     SCALES: gl.constexpr = T.BN if T.HIGH else 4
@@ -100,10 +96,10 @@ def _producer(work, T: gl.constexpr):
         _load(q_desc, [head, (block * T.CONSUMERS + wg) * T.BM, 0], q_full.index(wg), q_s.index(wg))
     slot = 0
     phase = 1
-    for j in range(tiles + LAG):
+    for j in range(tiles + 1):
         mbarrier.wait(empty.index(slot), phase)
         if j < tiles:
-            if j < LAG:
+            if j == 0:
                 mbarrier.expect(full.index(slot), K_BYTES)
             else:
                 mbarrier.expect(full.index(slot), K_BYTES + V_BYTES)
@@ -112,12 +108,10 @@ def _producer(work, T: gl.constexpr):
             _load(scale_desc, [(kv_head * k_tiles + tile) * SCALES], full.index(slot), scale_s.index(slot))
             if T.HAS_BIAS:
                 _load(bias_desc, [(bias_row * k_tiles + tile) * T.BN], full.index(slot), bias_s.index(slot))
-        elif j < LAG:
-            mbarrier.expect(full.index(slot), 0)
         else:
             mbarrier.expect(full.index(slot), V_BYTES)
-        if j >= LAG:
-            n = _tile_of(j - LAG, tiles, LIVE, T.HAS_BIAS) * T.BN
+        if j > 0:
+            n = _tile_of(j - 1, tiles, LIVE, T.HAS_BIAS) * T.BN
             _load_values(v_desc, rest_desc, b, h_kv, n, full.index(slot), v_s.index(slot), rest_s.index(slot), T)
         slot += 1
         if slot == T.STAGES:
@@ -232,12 +226,16 @@ def _times(x, factor, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _decayed(acc, decay, BM: gl.constexpr):
-    """acc [BM, DV] times decay [BM], which is 1 nearly always."""
+def _decayed(acc, decay, T: gl.constexpr):
+    """acc [BM, DV] times decay [BM]; in e4m3 that is 1 nearly always."""
     DV: gl.constexpr = acc.type.shape[1]
     factor = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout)), 1)
-    _same, factor = gl.broadcast(acc, factor)
-    return _times(acc, factor, min(64, BM * DV // 128))
+    if T.FP8:
+        _same, factor = gl.broadcast(acc, factor)
+        acc = _times(acc, factor, min(64, T.BM * DV // 128))
+    else:
+        acc *= factor
+    return acc
 
 
 @gluon.jit
@@ -339,16 +337,6 @@ def _bound(q, q_scale, rows, K_NORM, M, k_tiles, BM: gl.constexpr, D: gl.constex
     for start in range(0, k_tiles, 512):
         largest = gl.maximum(largest, gl.load(K_NORM + start + t, mask=start + t < k_tiles, other=0.0))
     return gl.max(norm, 0) * gl.max(largest, 0)
-
-
-@gluon.jit
-def _pause(x, CYCLES: gl.constexpr):
-    """Wait for some cycles; x is any number."""
-    gl.inline_asm_elementwise(
-        "{ .reg .u32 a, b; .reg .pred p; mov.u32 a, %clock; L: mov.u32 b, %clock; sub.u32 b, b, a; "
-        "setp.lt.u32 p, b, $2; @p bra L; mov.u32 $0, $1; }",
-        "=r,r,r", [x, CYCLES], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
