@@ -31,8 +31,8 @@ from .hopper_parts import (
     _packed,
     _producer,
     _product,
-    _scores,
     _softmax,
+    _started,
     _write_parts,
     first_columns,
 )
@@ -54,7 +54,7 @@ def _step(
     k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
     SPLIT: gl.constexpr = T.REST > 0
     mbarrier.wait(full.index(slot), phase)
-    s = _scores(q, k_s.index(slot), _accumulator(T.BN, 8), T.BM, T.BN, T.D)
+    s = _started(q, k_s.index(slot), T, ONLINE)
     acc = _product(packed, v_s.index(slot), acc, P, T.BM, T.BN)
     if SPLIT:
         rest = _product(packed, rest_s.index(slot), rest, P, T.BM, T.BN)
@@ -108,7 +108,7 @@ def _attend(q, q_scale, rows, SINK, M, N, tiles, masked, ring, T: gl.constexpr, 
     if T.REST > 0:
         rest = gl.full([T.BM, T.REST], 0.0, gl.float32, layout=_accumulator(T.REST, BITS))
     mbarrier.wait(full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(0), S, T.BM, T.BN, T.D)])
+    s = warpgroup_mma_wait(0, deps=[_started(q, k_s.index(0), T, ONLINE)])
     p, total, top, _decay = _softmax(
         s, q_scale, scale_s.index(0), bias_s.index(0), rows, (tiles - 1) * T.BN, N, top, T, T.CAUSAL or T.TAIL, ONLINE
     )

@@ -16,6 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # e4m3 ends at 448 = 2^8.8. Where no row maximum is kept, what a thread sums up of a row and tile stays below that, and
 # is brought under 2^7 where it does not, so that a weight is normal from 2^-12 of the largest on, and 0 under 2^-16.
+# Added to an integer of up to 2^22, the bits of this float make a float of it, by as much too large: no conversion.
+_AS_FLOAT = gl.constexpr(12582912.0)
+_AS_FLOAT_BITS = gl.constexpr(0x4B400000)
 _E4M3_MAX = gl.constexpr(448.0)
 _E4M3_SUM = gl.constexpr(7)
 _E4M3_TOP = gl.constexpr(8.0)  # the largest weight of a row (log2) where the maximum is kept
@@ -120,10 +123,17 @@ def _producer(work, T: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, k, S: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr):
-    """int8 [BM, D] x [BN, D] -> int32 [BM, BN], started."""
-    zero = gl.zeros([BM, BN], gl.int32, layout=S)
-    return warpgroup_mma(q, k.reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+def _scores(q, k, S: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ADDED: gl.constexpr = 0):
+    """int8 [BM, D] x [BN, D] -> int32 [BM, BN] + ADDED, started."""
+    added = gl.full([BM, BN], ADDED, gl.int32, layout=S)
+    return warpgroup_mma(q, k.reshape([BN, D]).permute((1, 0)), added, use_acc=ADDED != 0, is_async=True)
+
+
+@gluon.jit
+def _started(q, k, T: gl.constexpr, ONLINE: gl.constexpr):
+    """_scores(), as _softmax takes them: where they are bounded, with _AS_FLOAT_BITS added."""
+    ADDED: gl.constexpr = 0 if ONLINE or T.HIGH else _AS_FLOAT_BITS
+    return _scores(q, k, _accumulator(T.BN, 8), T.BM, T.BN, T.D, ADDED)
 
 
 @gluon.jit
@@ -160,7 +170,14 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
         scale = gl.expand_dims(gl.convert_layout(q_scale, gl.SliceLayout(1, G)), 1) * gl.expand_dims(
             k_scale.slice(0, 4).load(gl.SliceLayout(0, G)), 0
         )
-        x = s4.to(gl.float32) * _by_row(scale, E)
+        if ONLINE:
+            x = s4.to(gl.float32) * _by_row(scale, E)
+        elif T.HAS_BIAS:
+            x = (s4.to(gl.float32, bitcast=True) - _AS_FLOAT) * _by_row(scale, E)
+        else:
+            # In one operation, which rounds to 2^-8 (log2) or finer where scores are bounded.
+            x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E)
+            x -= _by_row(scale * _AS_FLOAT + _by_group(top, E), E)
     if T.HAS_BIAS:
         x += _by_key(bias, S, E, BN)
     if MASKED:
@@ -180,7 +197,7 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
         new_top = gl.maximum(top, gl.convert_layout(peak, gl.SliceLayout(1, S)) - (_E4M3_TOP if T.FP8 else 0.0))
         decay = gl.exp2(top - new_top)
         top = new_top
-    if ONLINE or T.FP8:
+    if ONLINE or (T.FP8 and (T.HIGH or T.HAS_BIAS)):
         x -= _by_row(top, E)
     p = gl.exp2(x)
     return p, gl.sum(gl.sum(p, 3), 1), top, decay
