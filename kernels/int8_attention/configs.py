@@ -13,6 +13,7 @@ class Config(NamedTuple):
     """Query rows of a program, keys of a step.
 
     gluon: the kernel of hopper.py, with four key scales a step, and a warpgroup for every 64 query rows.
+    as_float: whether it saves the conversion of scores (see hopper_ring.Traits).
     """
 
     block_m: int
@@ -21,6 +22,7 @@ class Config(NamedTuple):
     num_stages: int
     tma: bool = False
     gluon: bool = False
+    as_float: int = 0
 
 
 # By padded head_dim. Set so that no variant spills on Triton 3.6 and 3.9 (tests/test_aot.py); not timed, but for sm_90.
@@ -34,7 +36,7 @@ HOPPER_GLUON = {
     256: Config(128, 64, 4, 3, True, True),
 }
 HOPPER_FP8 = {
-    64: Config(192, 64, 4, 6, True, True),
+    64: Config(256, 64, 4, 6, True, True),
     128: Config(128, 128, 4, 4, True, True),
     256: Config(128, 64, 4, 3, True, True),
 }

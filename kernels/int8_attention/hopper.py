@@ -20,22 +20,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .configs import Config, padded_head_dim
 from .hopper_parts import (
-    Traits,
     _accumulator,
-    _barriers,
     _bound,
-    _buffer,
     _by_group,
     _decayed,
     _lowered,
     _packed,
-    _producer,
     _product,
     _softmax,
     _started,
     _write_parts,
-    first_columns,
 )
+from .hopper_ring import Traits, _barriers, _buffer, _producer, first_columns
 from .quantize import Quantized, row_strides
 from .quantize_value import QuantizedValue
 
@@ -255,7 +251,7 @@ def traits(
         BM=_ROWS, BN=config.block_n, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=32 * (head_dim > columns),
         STAGES=config.num_stages, CONSUMERS=config.block_m // _ROWS,
         Q_REGISTERS=padded <= 128 and config.block_m * min(config.block_n, 96) < 256 * _ROWS,
-        HAS_BIAS=has_bias, HAS_LSE=has_lse, CAUSAL=causal, TAIL=tail, HIGH=high, FP8=fp8,
+        AS_FLOAT=bool(config.as_float) and not (high or has_bias or fp8), HAS_BIAS=has_bias, HAS_LSE=has_lse, CAUSAL=causal, TAIL=tail, HIGH=high, FP8=fp8,
     )  # fmt: skip
 
 

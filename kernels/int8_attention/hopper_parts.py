@@ -1,21 +1,11 @@
-"""Parts of the Hopper kernel: what a producer warp and a consumer warpgroup do with one tile of keys."""
+"""Parts of the Hopper kernel: what a consumer warpgroup does with one tile of keys, and with its rows at the end."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-# Triton 3.9 has only the new name.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-# e4m3 ends at 448 = 2^8.8. Where no row maximum is kept, what a thread sums up of a row and tile stays below that, and
-# is brought under 2^7 where it does not, so that a weight is normal from 2^-12 of the largest on, and 0 under 2^-16.
 # Added to an integer of up to 2^22, the bits of this float make a float of it, by as much too large: no conversion.
 _AS_FLOAT = gl.constexpr(12582912.0)
 _AS_FLOAT_BITS = gl.constexpr(0x4B400000)
@@ -24,102 +14,11 @@ _E4M3_SUM = gl.constexpr(7)
 _E4M3_TOP = gl.constexpr(8.0)  # the largest weight of a row (log2) where the maximum is kept
 
 
-class Traits(NamedTuple):
-    """What the kernel is compiled for.
-
-    BM, BN: query rows of a warpgroup, keys of a step.  D: channels of query and key, HEAD_DIM: those of the output, as
-    COLUMNS + REST.  STAGES: slots of the ring.  CONSUMERS: warpgroups.
-    Q_REGISTERS: whether the query is held there.  HIGH: a scale for each key.  FP8: P @ V in e4m3.
-    """
-
-    BM: int
-    BN: int
-    D: int
-    HEAD_DIM: int
-    COLUMNS: int
-    REST: int
-    STAGES: int
-    CONSUMERS: int
-    Q_REGISTERS: bool
-    HAS_BIAS: bool
-    HAS_LSE: bool
-    CAUSAL: bool
-    TAIL: bool
-    HIGH: bool
-    FP8: bool
-
-
 @gluon.constexpr_function
 def _accumulator(n, bits):
     """Layout of a warpgroup's [64, n] product of operands of `bits` bits."""
     shape = [16, min(n, 128 if bits == 8 else 256), 256 // bits]
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
-
-
-def first_columns(head_dim: int) -> int:
-    """Columns of the first part of P @ V: all of them padded to a power of two, or 64 of 96."""
-    return 64 if 64 < head_dim <= 96 else max(32, 1 << (head_dim - 1).bit_length())
-
-
-@gluon.jit
-def _tile_of(j, tiles, LIVE, HAS_BIAS: gl.constexpr):
-    """Key tile of step j: the j-th one that is not masked altogether, or from the last to the first."""
-    if HAS_BIAS:
-        tile = gl.load(LIVE + 1 + j)
-    else:
-        tile = tiles - 1 - j
-    return tile
-
-
-@gluon.jit
-def _load_values(v_desc, rest_desc, b, h_kv, n, full, v, rest, T: gl.constexpr):
-    """Values of a tile of keys: [BN, DV], or [DV, BN] in e4m3; in two parts where the columns are no power of two."""
-    if T.FP8:
-        _load(v_desc, [b, h_kv, 0, n], full, v)
-        if T.REST > 0:
-            _load(rest_desc, [b, h_kv, T.COLUMNS, n], full, rest)
-    else:
-        _load(v_desc, [b, h_kv, n, 0], full, v)
-        if T.REST > 0:
-            _load(rest_desc, [b, h_kv, n, T.COLUMNS], full, rest)
-
-
-@gluon.jit
-def _producer(work, T: gl.constexpr):
-    """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1."""
-    q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring = work[:9]
-    LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles = work[9:]
-    k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
-    K_BYTES: gl.constexpr = k_desc.block_type.nbytes + scale_desc.block_type.nbytes + (T.BN * 4 if T.HAS_BIAS else 0)
-    V_BYTES: gl.constexpr = v_desc.block_type.nbytes + (rest_desc.block_type.nbytes if T.REST > 0 else 0)
-    SCALES: gl.constexpr = T.BN if T.HIGH else 4
-    CONSUMERS: gl.constexpr = T.CONSUMERS
-    for wg in gl.static_range(CONSUMERS):
-        mbarrier.expect(q_full.index(wg), q_desc.block_type.nbytes)
-        _load(q_desc, [head, (block * T.CONSUMERS + wg) * T.BM, 0], q_full.index(wg), q_s.index(wg))
-    slot = 0
-    phase = 1
-    for j in range(tiles + 1):
-        mbarrier.wait(empty.index(slot), phase)
-        if j < tiles:
-            if j == 0:
-                mbarrier.expect(full.index(slot), K_BYTES)
-            else:
-                mbarrier.expect(full.index(slot), K_BYTES + V_BYTES)
-            tile = _tile_of(j, tiles, LIVE, T.HAS_BIAS)
-            _load(k_desc, [kv_head, tile * T.BN, 0], full.index(slot), k_s.index(slot))
-            _load(scale_desc, [(kv_head * k_tiles + tile) * SCALES], full.index(slot), scale_s.index(slot))
-            if T.HAS_BIAS:
-                _load(bias_desc, [(bias_row * k_tiles + tile) * T.BN], full.index(slot), bias_s.index(slot))
-        else:
-            mbarrier.expect(full.index(slot), V_BYTES)
-        if j > 0:
-            n = _tile_of(j - 1, tiles, LIVE, T.HAS_BIAS) * T.BN
-            _load_values(v_desc, rest_desc, b, h_kv, n, full.index(slot), v_s.index(slot), rest_s.index(slot), T)
-        slot += 1
-        if slot == T.STAGES:
-            slot = 0
-            phase ^= 1
 
 
 @gluon.jit
@@ -131,8 +30,8 @@ def _scores(q, k, S: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.con
 
 @gluon.jit
 def _started(q, k, T: gl.constexpr, ONLINE: gl.constexpr):
-    """_scores(), as _softmax takes them: where they are bounded, with _AS_FLOAT_BITS added."""
-    ADDED: gl.constexpr = 0 if ONLINE or T.HIGH else _AS_FLOAT_BITS
+    """_scores(), as _softmax takes them: with _AS_FLOAT_BITS added if T.AS_FLOAT and they are bounded."""
+    ADDED: gl.constexpr = _AS_FLOAT_BITS if T.AS_FLOAT and not ONLINE else 0
     return _scores(q, k, _accumulator(T.BN, 8), T.BM, T.BN, T.D, ADDED)
 
 
@@ -170,14 +69,11 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
         scale = gl.expand_dims(gl.convert_layout(q_scale, gl.SliceLayout(1, G)), 1) * gl.expand_dims(
             k_scale.slice(0, 4).load(gl.SliceLayout(0, G)), 0
         )
-        if ONLINE:
-            x = s4.to(gl.float32) * _by_row(scale, E)
-        elif T.HAS_BIAS:
-            x = (s4.to(gl.float32, bitcast=True) - _AS_FLOAT) * _by_row(scale, E)
-        else:
+        if T.AS_FLOAT and not ONLINE:
             # In one operation, which rounds to 2^-8 (log2) or finer where scores are bounded.
-            x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E)
-            x -= _by_row(scale * _AS_FLOAT + _by_group(top, E), E)
+            x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E) - _by_row(scale * _AS_FLOAT, E)
+        else:
+            x = s4.to(gl.float32) * _by_row(scale, E)
     if T.HAS_BIAS:
         x += _by_key(bias, S, E, BN)
     if MASKED:
@@ -197,7 +93,7 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
         new_top = gl.maximum(top, gl.convert_layout(peak, gl.SliceLayout(1, S)) - (_E4M3_TOP if T.FP8 else 0.0))
         decay = gl.exp2(top - new_top)
         top = new_top
-    if ONLINE or (T.FP8 and (T.HIGH or T.HAS_BIAS)):
+    if ONLINE or T.FP8:
         x -= _by_row(top, E)
     p = gl.exp2(x)
     return p, gl.sum(gl.sum(p, 3), 1), top, decay
@@ -354,23 +250,3 @@ def _bound(q, q_scale, rows, K_NORM, M, k_tiles, BM: gl.constexpr, D: gl.constex
     for start in range(0, k_tiles, 512):
         largest = gl.maximum(largest, gl.load(K_NORM + start + t, mask=start + t < k_tiles, other=0.0))
     return gl.max(norm, 0) * gl.max(largest, 0)
-
-
-@gluon.jit
-def _barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Barriers, initialised: one a warpgroup's query, one a full and one an empty slot of the ring."""
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    return q_full, full, empty
-
-
-@gluon.jit
-def _buffer(desc, count: gl.constexpr):
-    """Shared memory for `count` blocks of a descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, [count] + desc.block_type.shape, desc.layout)  # noqa: RUF005
