@@ -59,9 +59,9 @@ def attention_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dic
     modes = [HIGH, *([FP8, FP8._replace(causal=True, bias=False)] if has_fp8(arch) else [])]
     for head_dim, dtype in [*((d, "bf16") for d in HEAD_DIMS), (128, "fp16")]:
         flags = [PLAIN, TAIL, CAUSAL, *modes, *(SINGLE if head_dim == 128 else [])] if dtype == "bf16" else [PLAIN]
-        configs = {config_for(arch, head_dim), config_for(arch, head_dim, describable=False)}
-        for chosen, config in itertools.product(flags, configs):
-            yield attention_variant(head_dim, dtype, chosen, config)
+        for chosen in flags:
+            for config in {config_for(arch, head_dim, held, chosen.per_key) for held in (True, False)}:
+                yield attention_variant(head_dim, dtype, chosen, config)
 
 
 def has_fp8(arch: int | str) -> bool:

@@ -52,10 +52,11 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def config_for(arch: int | str, head_dim: int, describable: bool = True) -> Config:
+def config_for(arch: int | str, head_dim: int, describable: bool = True, per_key: bool = False) -> Config:
     """The configuration for `arch`: 10 * major + minor of a CUDA capability, an AMD architecture name, or "cpu".
 
-    describable: whether a TMA descriptor can be made on the value tensor, see `describable()`.
+    describable: whether a TMA descriptor can be made on the value tensor, see `describable()`.  per_key: whether each
+    key has a scale.
     """
     table = _INTERPRETER
     if isinstance(arch, int):
@@ -63,7 +64,10 @@ def config_for(arch: int | str, head_dim: int, describable: bool = True) -> Conf
         table = hopper if arch == 90 else _AMPERE
     elif arch.startswith("gfx"):
         table = _CDNA if arch.startswith("gfx9") else _RDNA
-    return table[max(64, padded_head_dim(head_dim))]
+    config = table[max(64, padded_head_dim(head_dim))]
+    if per_key and table in (_CDNA, _RDNA):
+        config = config._replace(block_n=config.block_n // 2)  # with the scales of all keys they spill otherwise
+    return config
 
 
 def config_of(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precision: str = "auto") -> Config:
@@ -71,7 +75,8 @@ def config_of(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precis
     if why_portable(query, value, pv, precision) is None:
         return (HOPPER_FP8 if pv == "fp8" else HOPPER_GLUON)[padded_head_dim(query.shape[3])]
     # The e4m3 copy of the value is made so that it can be described.
-    return config_for(arch_of(query.device), query.shape[3], _descriptors() if pv == "fp8" else describable(value))
+    held = _descriptors() if pv == "fp8" else describable(value)
+    return config_for(arch_of(query.device), query.shape[3], held, per_key=precision == "high")
 
 
 def kernel_name(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precision: str = "auto") -> str:

@@ -266,22 +266,20 @@ def _quantize_keys(
 
 @triton.jit
 def _quantize_queries(
-    Q, SHIFT, rotation, Y, SCALE, LSE_TERM, block, head, kv_head, M, s_m, factor, lse_factor,
+    Q, shift, rotation, Y, SCALE, LSE_TERM, block, head, M, s_m, factor, lse_factor,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr,
     HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One block of ROWS queries with a scale each; `Q` is that of this head."""
+    """One block of ROWS queries with a scale each; `Q` and `shift` are those of this head."""
     rows = block * ROWS + tl.arange(0, ROWS)
     keep = rows < M
     x = _rotated(Q, rows, keep, s_m, rotation, D, DP, B, UPCAST)
-    cols = tl.arange(0, DP)
     peak = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
     tl.store(SCALE + head * M + rows, peak / 127.0 * tl.abs(factor), mask=keep)
     sign = tl.where(factor < 0, -1.0, 1.0)  # so that scores times their scale keep the order of the int8 scores
     y = _round(x * (_inverse(peak) * sign)[:, None])
     _store(Y, head * M + rows, keep, y, DP)
     if HAS_LSE:
-        shift = tl.load(SHIFT + kv_head * DP + cols)
         tl.store(LSE_TERM + head * M + rows, tl.sum(x * shift[None, :], 1) * lse_factor, mask=keep)
 
 
@@ -325,11 +323,13 @@ def _quantize(
         b = head // heads
         h = head % heads
         Q += b * s_qb + h * s_qh
-        kv_head = b * kv_heads + h // (heads // kv_heads)
         first = program % q_chunks * STEPS
+        shift = tl.zeros([DP], tl.float32)
+        if HAS_LSE:
+            shift = tl.load(SHIFT + (b * kv_heads + h // (heads // kv_heads)) * DP + tl.arange(0, DP))
         for block in tl.range(first, tl.minimum(first + STEPS, tl.cdiv(M, Q_ROWS)), num_stages=STAGES):
             _quantize_queries(
-                Q, SHIFT, rotation, Q8, Q_SCALE, LSE_TERM, block, head, kv_head, M, s_qm, factor, lse_factor,
+                Q, shift, rotation, Q8, Q_SCALE, LSE_TERM, block, head, M, s_qm, factor, lse_factor,
                 D, DP, B, Q_ROWS, HAS_LSE, UPCAST,
             )  # fmt: skip
 
@@ -344,8 +344,8 @@ class Tiling(NamedTuple):
 
 
 # By padded head_dim up to 128, and above. On sm_90 the best of bench/bench_quantise_stage.py.
-HOPPER_TILINGS = (Tiling(128, 4, 4, 2), Tiling(64, 4, 8, 2))
-_TILINGS = (Tiling(64, 4, 8, 1), Tiling(32, 4, 8, 1))
+HOPPER_TILINGS = (Tiling(128, 8, 4, 2), Tiling(64, 4, 8, 2))
+_TILINGS = (Tiling(64, 4, 4, 1), Tiling(32, 4, 4, 1))
 
 
 def tiling_of(padded: int, config: Config) -> Tiling:
