@@ -32,6 +32,7 @@ from .hopper_parts import (
     _write_parts,
 )
 from .hopper_ring import Traits, _barriers, _buffer, _producer, first_columns
+from .launch import launch
 from .quantize import Quantized, row_strides
 from .quantize_value import QuantizedValue
 
@@ -301,7 +302,8 @@ def attention(
         "scale_desc": scale.view(-1),
         "bias_desc": bias.view(-1) if bias is not None else scale.view(-1),
     }
-    _attention[(triton.cdiv(q_len, config.block_m), batch * heads)](
+    launch(
+        _attention, (triton.cdiv(q_len, config.block_m), batch * heads),
         *(_describe(tensors[name], block[name]) for name in tensors),
         quantized.query_scale, quantized.key_norm,
         quantized.live if quantized.live is not None else unused,

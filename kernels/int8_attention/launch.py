@@ -198,8 +198,11 @@ class _Tape:
             self._complete = False  # the interpreter, or a Triton that works otherwise
             return
         values = [*args, *(options[name] for name in names)]
+        fixed = [param.is_constexpr for param in getattr(kernel, "params", ())] or [False] * len(values)
         launched = _Launch(kernel, compiled, (*grid, 1, 1)[:3], values, [], [])
         for place, value in enumerate(values):
+            if fixed[place]:
+                continue
             base = value if isinstance(value, torch.Tensor) else getattr(value, "base", None)
             if isinstance(base, torch.Tensor):
                 found = self._place(base)

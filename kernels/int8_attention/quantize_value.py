@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .configs import Config, padded_head_dim
+from .launch import empty, launch
 from .limits import interpreting
 from .quantize import _kept, row_strides
 
@@ -117,16 +118,18 @@ def quantize_value(value: torch.Tensor, bias: torch.Tensor | None, config: Confi
     padded_len = triton.cdiv(kv_len, config.block_n) * config.block_n
     rows, peak_rows = min(_ROWS, config.block_n), min(_PEAK_ROWS, config.block_n)
     parts = triton.next_power_of_2(min(64, padded_len // peak_rows, _PROGRAMS // (batch * heads) + 1))
-    quantized = value.new_empty((batch, heads, padded, padded_len), dtype=torch.float8_e4m3fn)
-    scale = value.new_empty((batch, heads, padded), dtype=torch.float32)
-    peak = value.new_empty((batch * heads, parts, padded), dtype=torch.float32)
+    quantized = empty((batch, heads, padded, padded_len), torch.float8_e4m3fn, value.device)
+    scale = empty((batch, heads, padded), torch.float32, value.device)
+    peak = empty((batch * heads, parts, padded), torch.float32, value.device)
     mask = bias if bias is not None else scale
     sizes = (heads, heads_of(bias, heads), *value.stride()[:3], *(row_strides(bias) if bias is not None else (0, 0)))
     shared = {"D": head_dim, "DP": padded, "HAS_BIAS": bias is not None, "num_warps": _WARPS}
-    _value_peaks[(parts, batch * heads)](
-        value, mask, peak, kv_len, padded_len // peak_rows, *sizes, ROWS=peak_rows, **shared
-    )
-    _quantize_value[(padded_len // rows, batch * heads)](
+    launch(
+        _value_peaks, (parts, batch * heads),
+        value, mask, peak, kv_len, padded_len // peak_rows, *sizes, ROWS=peak_rows, **shared,
+    )  # fmt: skip
+    launch(
+        _quantize_value, (padded_len // rows, batch * heads),
         value, mask, quantized, scale, peak, kv_len, padded_len // rows, *sizes,
         ROWS=rows, PARTS=parts, PERMUTED=config.gluon, INTERPRETED=interpreting(), **shared,
     )  # fmt: skip
