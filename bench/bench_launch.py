@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from records import RESULTS, Invocation, commit_here
 
 import sdpa_router
 from sdpa_router import int8_attention
 from sdpa_router.kernels.int8_attention import launch
+from sdpa_router.testing import relative_error, sdpa_oracle
 
 CALLS, ROUNDS = 100, 9
 
@@ -46,44 +48,57 @@ def bound(call: Callable[[], object]) -> Callable[[], object]:
     return again
 
 
+def kinds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor | None) -> dict[str, Callable[[], object]]:
+    """The calls to compare, by name."""
+    operator = torch.ops.sdpa_router.int8_attention
+
+    @sdpa_router.route(min_kv=1, log=False)
+    def routed() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, m)
+
+    return {
+        "replayed": lambda: int8_attention(q, k, v, m),
+        "operator": lambda: operator(q, k, v, m, False, None, False, "auto", "auto"),
+        "routed": routed,
+        "lse": lambda: int8_attention(q, k, v, m, return_lse=True),
+        "fp8": lambda: int8_attention(q, k, v, m, pv="fp8"),
+        "high": lambda: int8_attention(q, k, v, m, precision="high"),
+        "bound": bound(lambda: int8_attention(q, k, v, m)),
+        "torch": lambda: F.scaled_dot_product_attention(q, k, v, m),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=argparse.FileType("a"))
-    arguments = parser.parse_args()
+    parser.add_argument("--check-only", action="store_true", help="compare with float64 only, and so compile")
+    parser.add_argument("--commit", default=None, help="recorded where this is no git checkout")
+    parser.add_argument("--out", type=Path, default=RESULTS / "launch.jsonl")
+    options = parser.parse_args()
+    invocation = Invocation(torch.device("cuda"), options.out, options.commit or commit_here())
     torch.manual_seed(0)
-    calls: dict[str, Callable[[], object]] = {}
+    calls: dict[tuple[str, str], Callable[[], object]] = {}
     for head_dim, masked in itertools.product((64, 128), (False, True)):
-        query, key, value = (
-            torch.randn(1, 2, n, head_dim, device="cuda", dtype=torch.bfloat16) for n in (128, 256, 256)
-        )
-        mask = torch.randn(1, 1, 1, 256, device="cuda", dtype=torch.bfloat16) if masked else None
         name = f"D{head_dim}{' masked' if masked else ''}"
-        ours = lambda q=query, k=key, v=value, m=mask: int8_attention(q, k, v, m)  # noqa: E731
-        lse = lambda q=query, k=key, v=value, m=mask: int8_attention(q, k, v, m, return_lse=True)  # noqa: E731
-        fp8 = lambda q=query, k=key, v=value, m=mask: int8_attention(q, k, v, m, pv="fp8")  # noqa: E731
-        op = lambda q=query, k=key, v=value, m=mask: torch.ops.sdpa_router.int8_attention(  # noqa: E731
-            q, k, v, m, False, None, False, "auto", "auto"
-        )
-        calls |= {f"{name} replayed": ours, f"{name} operator": op, f"{name} lse": lse, f"{name} fp8": fp8}
-        calls[f"{name} bound"] = bound(ours)
-        calls[f"{name} torch"] = lambda q=query, k=key, v=value, m=mask: F.scaled_dot_product_attention(q, k, v, m)
-
-        def routed(q=query, k=key, v=value, m=mask):
-            return F.scaled_dot_product_attention(q, k, v, m)
-
-        calls[f"{name} routed"] = sdpa_router.route(min_kv=1, log=False)(routed)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
+        tensors = [torch.randn(1, 2, n, head_dim, device="cuda", dtype=torch.bfloat16) for n in (128, 256, 256)]
+        mask = torch.randn(1, 1, 1, 256, device="cuda", dtype=torch.bfloat16) if masked else None
+        exact = sdpa_oracle(*tensors, mask)[0]
+        for kind, call in kinds(*tensors, mask).items():
+            call()
+            answer = call()  # a warm one
+            error = relative_error(answer[0] if isinstance(answer, tuple) else answer, exact)
+            if not error < (0.045 if kind == "fp8" else 0.0135):
+                raise RuntimeError(f"{name} {kind}: error {error:.4f}")
+            calls[name, kind] = call
+    times: dict[tuple[str, str], list[float]] = {case: [] for case in calls}
+    if options.check_only:
+        return 0
     for _ in range(ROUNDS):
-        for name, call in calls.items():
-            times[name].append(host_us(call))
-    for name, found in times.items():
+        for case, call in calls.items():
+            times[case].append(host_us(call))
+    for (name, kind), found in times.items():
         us = statistics.median(found[1:])
-        print(f"{name}: {us:.1f} us", flush=True)
-        if arguments.out:
-            row = {"case": name, "host_us": us, "device": torch.cuda.get_device_name()}
-            arguments.out.write(json.dumps(row) + "\n")
+        print(f"{name} {kind}: {us:.1f} us", flush=True)
+        invocation.write({"case": name, "impl": kind, "host_us": round(us, 2)})
     return 0
 
 

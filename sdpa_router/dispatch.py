@@ -170,7 +170,7 @@ def remember_answered(call: Call, pv: str, precision: str) -> None:
     if len(answered) >= MAX_SIGHTINGS:
         answered.clear()
     kept, mask = answered.setdefault(call.key.numel(), []), call.attn_mask
-    check = _check_of(call[:3] if mask is None else call[:4]) if len(kept) < _GUARDS else None
+    check = _check_of(call[:3] if mask is None else (*call[:3], mask)) if len(kept) < _GUARDS else None
     if check is not None:
         state = (pv, precision, mask is None, call.is_causal, call.scale, call.enable_gqa, _grad_enabled())
         kept.append((state, check))
