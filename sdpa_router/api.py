@@ -10,9 +10,10 @@ from . import run
 from .buffers import check_buffer, check_memory
 from .decide import Call, decide, decide_kernel, kernel_against
 from .decision import Decision
-from .dispatch import Turn, answered_before, dispatch, refuse, remember_answered, under_foreign_mode
+from .dispatch import Turn, dispatch, refuse, under_foreign_mode
 from .kernels.int8_attention.limits import unavailable
 from .patch import as_if_absent
+from .recent import answered_before, remember_answered
 from .settings import active_name, settings_of
 
 
@@ -36,16 +37,13 @@ def scaled_dot_product_attention(
     NaN or +inf in a mask gives NaN in the rows that see it, on both routes.
     """
     torch_attention = run.torch_attention()
-    answer = dispatch(
-        *(active_name(), torch_attention, query, key, value, attn_mask, dropout_p, is_causal),
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    args, kwargs = (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
+    answer = dispatch(active_name(), torch_attention, args, kwargs)
     if not isinstance(answer, Turn):
         return answer
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if answer is Turn.UNUSUAL or (not torch.compiler.is_dynamo_compiling() and under_foreign_mode()):
-        return as_if_absent(torch_attention, call[:6], {"scale": scale, "enable_gqa": enable_gqa})
+        return as_if_absent(torch_attention, args, kwargs)
     return run.native(call, torch_attention, cast_mask=False)
 
 

@@ -16,13 +16,9 @@ from . import run
 from .decide import Call, decide, mask_cast_note, needs_mask_cast, reasons_against
 from .decision import Code, Decision, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
-from .record import MAX_SIGHTINGS, Sighting, answered, known, plain_number, recent, sight
+from .recent import latest, remember, with_key_of_size
+from .record import Sighting, known, plain_number, sight
 from .settings import settings_of, skipping, skips
-
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # private to torch: without it every call is recognised by its signature
-    TensorGuards = None  # type: ignore[assignment, misc]
 
 if TYPE_CHECKING:
     from torch._dynamo.comptime import ComptimeContext, ComptimeVar
@@ -31,9 +27,7 @@ if TYPE_CHECKING:
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (float, int)
 _MAX_SCALE = LIMITS.max_scale
-_GUARDS = 4
 _recall = known.get
-_recall_recent = recent.get
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 _modes = torch._C._len_torch_function_stack
@@ -48,9 +42,52 @@ class Turn(Enum):
     UNUSUAL = 1
 
 
-def dispatch(
-    name: str,
-    attention: run.Attention,
+TORCH = Turn.TORCH  # asking the class for it takes longer
+
+
+def dispatch(name: str, attention: run.Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | Turn:
+    """Answer a call with SDPA's arguments under the settings `name`, or return whose turn it is.
+
+    A decision is recalled by everything that it depends on: from the call that followed the last one before, or else
+    from those with a key of this size (recent.py), or else by a signature. Arguments that are not SDPA's are torch's
+    turn: it says so.
+    """
+    if kwargs or len(args) != 3:
+        try:
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = bound(*args, **kwargs)
+        except TypeError:
+            return TORCH
+    else:
+        query, key, value = args
+        attn_mask, dropout_p, is_causal, scale, enable_gqa = None, 0.0, False, None, False
+    if _compiling():
+        return _traced(Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), name, attention)
+    before = latest.call
+    guess, others = before.next, None
+    while not (
+        guess.name == name and guess.is_causal is is_causal and guess.enable_gqa is enable_gqa
+        and (guess.scale is scale or (type(scale) is float and guess.scale == scale))
+        and (guess.dropout_p is dropout_p or (type(dropout_p) is float and guess.dropout_p == dropout_p))
+        and (
+            guess.unmasked and guess.check(query, key, value)
+            if attn_mask is None else not guess.unmasked and guess.check(query, key, value, attn_mask)
+        )
+        and (guess.grad is None or guess.grad is _grad_enabled())
+        and (guess.as_given or forward_ad._current_level < 0)
+    ):  # fmt: skip
+        others = with_key_of_size(key, attn_mask) if others is None else others
+        guess = next(others, None)
+        if guess is None:
+            call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return _dispatch_by_signature(name, attention, call)
+    before.next = latest.call = guess
+    if guess.as_given:
+        guess.tick()
+        return TORCH
+    return _answer(guess.sighting, attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def bound(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -60,37 +97,12 @@ def dispatch(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor | Turn:
-    """Answer a call under the settings `name`, or return whose turn it is, with the arguments as they are.
-
-    A decision is recalled by everything that it depends on: first from the last call with a key of this size, by the
-    guard that torch.compile has for tensors, then by a signature. All is spelt out here, because a function call or an
-    indirection costs a tenth of a microsecond on the way of every attention call.
-    """
-    if _compiling():
-        return _traced(Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), name, attention)
-    state = (name, dropout_p, is_causal, scale, enable_gqa, _grad_enabled())
-    if (
-        type(key) is torch.Tensor and type(is_causal) is bool and type(enable_gqa) is bool
-        and type(dropout_p) in _NUMBERS and (scale is None or type(scale) in _NUMBERS)
-        and forward_ad._current_level < 0
-    ):  # fmt: skip
-        for numbers, check, sighting in _recall_recent(key.numel() if attn_mask is None else ~key.numel(), ()):
-            if numbers == state and (
-                check(query, key, value) if attn_mask is None else check(query, key, value, attn_mask)
-            ):
-                if sighting.as_given:
-                    sighting.tick()
-                    return Turn.TORCH
-                return _answer(
-                    sighting, attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-                )
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _dispatch_by_signature(state, attention, call)
+) -> tuple[Any, ...]:
+    """Return the eight arguments of a call, or raise TypeError for what SDPA does not take."""
+    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 
-def _dispatch_by_signature(state: tuple[Any, ...], attention: run.Attention, call: Call) -> torch.Tensor | Turn:
-    name = state[0]
+def _dispatch_by_signature(name: str, attention: run.Attention, call: Call) -> torch.Tensor | Turn:
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     sighting, skipped = None, False
     if name in skipping:
@@ -119,61 +131,11 @@ def _dispatch_by_signature(state: tuple[Any, ...], attention: run.Attention, cal
     if sighting is None:
         sighting = _judge(call, name, skipped, signature)
     if signature is not None and name not in skipping and not _any_autocast():
-        _guard(state, sighting, (query, key, value) if attn_mask is None else (query, key, value, attn_mask))
+        remember(name, call, sighting)
     if sighting.as_given:
         sighting.tick()
-        return Turn.TORCH if signature is not None else Turn.UNUSUAL
+        return TORCH if signature is not None else Turn.UNUSUAL
     return _answer(sighting, attention, *call)
-
-
-def _guard(state: tuple[Any, ...], sighting: Sighting, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Remember a call, so that one alike is recognised by a check in C++ of all that its tensors are but their data."""
-    size = tensors[1].numel()
-    guarded = recent.setdefault(size if len(tensors) == 3 else ~size, [])
-    # A model has few kinds of calls with keys of one size.
-    check = _check_of(tensors) if len(guarded) < _GUARDS else None
-    if check is not None:
-        guarded.append((state, check, sighting))
-
-
-def _check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool] | None:
-    """The check of tensors for all that these are but their data; None for a tensor that comes twice.
-
-    It fails in another dispatch state: under autocast, inference mode or a torch.func transform.
-    """
-    if TensorGuards is None or len({*map(id, tensors)}) != len(tensors):
-        return None
-    shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
-    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
-    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
-    return check
-
-
-def answered_before(call: Call, pv: str, precision: str) -> bool:
-    """Whether the int8 kernel could answer a call of int8_attention() like this one, so that nothing is against it."""
-    if _compiling():
-        return False
-    key, mask = call.key, call.attn_mask
-    if type(key) is not torch.Tensor or forward_ad._current_level >= 0:
-        return False
-    state = (pv, precision, mask is None, call.is_causal, call.scale, call.enable_gqa, _grad_enabled())
-    for known_state, check in answered.get(key.numel(), ()):
-        if known_state == state and (check(*call[:3]) if mask is None else check(*call[:4])):
-            return True
-    return False
-
-
-def remember_answered(call: Call, pv: str, precision: str) -> None:
-    """Let answered_before() know of a call that nothing was against."""
-    if _compiling() or _any_autocast() or not isinstance(call.scale, (float, int, type(None))):
-        return
-    if len(answered) >= MAX_SIGHTINGS:
-        answered.clear()
-    kept, mask = answered.setdefault(call.key.numel(), []), call.attn_mask
-    check = _check_of(call[:3] if mask is None else (*call[:3], mask)) if len(kept) < _GUARDS else None
-    if check is not None:
-        state = (pv, precision, mask is None, call.is_causal, call.scale, call.enable_gqa, _grad_enabled())
-        kept.append((state, check))
 
 
 def _answer(

@@ -6,7 +6,6 @@ and by the name of the settings, so that a graph is shared by equal settings and
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import threading
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from . import run
-from .dispatch import Turn, dispatch, under_foreign_mode
+from .dispatch import TORCH, Turn, bound, dispatch, under_foreign_mode
 from .record import judge_anew
 from .settings import OFF, active, traced_as_constant
 
@@ -28,11 +27,15 @@ _stays = False
 # own patch may still call, passes through.
 _patches: list[run.Attention] = []
 _top: run.Attention | None = None
+_under: run.Attention | None = None  # what _top replaces
 _foreign: object = None
-_environment: tuple[str | None, ...] = ()
+# What os.environ reads and writes: os.environ.get() raises and catches where a name is not set, which takes 25 us of
+# each forward in a model.
+_variables: Any = getattr(os.environ, "_data", os.environ)
+_encode = os.environ.encodekey if _variables is not os.environ else str
+_SWITCH, _INTERPRETER = _encode("SDPA_ROUTER"), _encode("TRITON_INTERPRET")
+_environment: tuple[object, ...] = ()
 
-# scale and enable_gqa are keyword-only in torch.
-_POSITIONAL = 6
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), float, int, bool))
 _compiling = torch.compiler.is_dynamo_compiling
 _modes = torch._C._len_torch_function_stack
@@ -41,16 +44,18 @@ _overridden = torch.overrides.has_torch_function
 
 def install(users: int = 1) -> None:
     """Be in place, for `users` more calls of uninstall()."""
-    global _users, _top
+    global _users, _top, _under
     _judge_anew_if_environment_changed()
     with _lock:
-        if not _patches:
-            # Computed later it would list the replacement, and dynamo would hide SDPA from every TorchFunctionMode.
-            torch.overrides.get_overridable_functions()
         found = F.scaled_dot_product_attention
         if _users == 0 or found is not _top:
-            _top = _patch_for(found)
-            run.below = _top.__wrapped__  # type: ignore[attr-defined]
+            if found is not _under:
+                if not _patches:
+                    # Later it would list the replacement, and dynamo would hide SDPA from every TorchFunctionMode.
+                    torch.overrides.get_overridable_functions()
+                _top = _patch_for(found)
+                _under = _top.__wrapped__  # type: ignore[attr-defined]
+            run.below = _under
             F.scaled_dot_product_attention = _top
         _users += users
 
@@ -84,6 +89,20 @@ def uninstall() -> None:
         )
 
 
+def enter(name: str) -> str:
+    """Let the settings `name` hold in this thread until leave(); returns the name of those that held."""
+    install()
+    outer = getattr(active, "name", OFF)
+    active.name = name
+    return outer
+
+
+def leave(outer: str) -> None:
+    """Undo enter(), which returned `outer`."""
+    active.name = outer
+    uninstall()
+
+
 def as_if_absent(attention: run.Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Call `attention` while it stands where the router stands.
 
@@ -113,18 +132,13 @@ def _patch_for(found: run.Attention) -> run.Attention:
 def _patch_over(previous: run.Attention) -> run.Attention:
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         name = getattr(active, "name", OFF)
-        if name is OFF or _top is not scaled_dot_product_attention or len(args) > _POSITIONAL:
+        if name is OFF or _top is not scaled_dot_product_attention:
             usual = _compiling() or _are_plain(args, kwargs)
         else:
-            try:
-                answer = dispatch(name, previous, *args, **kwargs)
-            except TypeError as error:
-                if not _is_of_the_call_itself(error):
-                    raise
-                answer = Turn.TORCH  # the arguments don't fit the signature: let torch say so
-            if not isinstance(answer, Turn):
+            answer = dispatch(name, previous, args, kwargs)
+            usual = answer is TORCH
+            if not usual and not isinstance(answer, Turn):
                 return answer
-            usual = answer is Turn.TORCH
         if usual and (_compiling() or not _modes() or not under_foreign_mode()):
             return previous(*args, **kwargs)
         return as_if_absent(previous, args, kwargs)
@@ -133,7 +147,7 @@ def _patch_over(previous: run.Attention) -> run.Attention:
     patch.__wrapped__ = previous
     patch.__doc__ = previous.__doc__
     patch.__qualname__ = patch.__name__
-    patch.__signature__ = inspect.signature(functools.partial(dispatch, OFF, previous))
+    patch.__signature__ = inspect.signature(bound)
     return cast(run.Attention, patch)
 
 
@@ -144,14 +158,9 @@ def _are_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return _PLAIN.issuperset(map(type, (*args, *kwargs.values())))
 
 
-def _is_of_the_call_itself(error: TypeError) -> bool:
-    """Whether the frame that caught `error` is the one that raised it: the call had the wrong arguments."""
-    return error.__traceback__ is not None and error.__traceback__.tb_next is None
-
-
 def _judge_anew_if_environment_changed() -> None:
     global _environment
-    environment = (os.environ.get("SDPA_ROUTER"), os.environ.get("TRITON_INTERPRET"))
+    environment = (_variables.get(_SWITCH), _variables.get(_INTERPRETER))
     if environment != _environment:
         _environment = environment
         judge_anew()

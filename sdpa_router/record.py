@@ -19,11 +19,12 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
+from . import recent
 from .decide import PLAIN_TYPES, Call
 from .decision import Decision, Route, show
 from .settings import Settings
@@ -93,11 +94,6 @@ class Sighting:
 
 
 known: dict[Hashable, Sighting] = {}
-# Some calls with a key of this many elements (inverted with a mask): the numbers of each, a check of its tensors, and
-# what was decided.
-recent: dict[int, list[tuple[tuple[Any, ...], Callable[..., bool], Sighting]]] = {}
-# The same for calls of int8_attention() that the kernel can answer.
-answered: dict[int, list[tuple[tuple[Any, ...], Callable[..., bool]]]] = {}
 _folded: Counter[tuple[str, tuple[str, ...]]] = Counter()
 _open: weakref.WeakSet[Recording] = weakref.WeakSet()
 _lock = threading.RLock()
@@ -145,8 +141,7 @@ def _forget() -> None:
     for recording in _open:
         recording.keep()
     known.clear()
-    recent.clear()
-    answered.clear()
+    recent.forget()
 
 
 def stats() -> dict[str, Any]:
