@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from . import run
 from .context import route, suspended
 from .decide import Call, decide, needs_mask_cast
-from .selection import Patterns, Switch, switches
+from .selection import Patterns, Switch, check_module, switches
 from .settings import Settings
 from .testing import relative_error
 
@@ -93,7 +94,8 @@ def audit(
 
     In the native run every call that would be routed is answered a second time by the int8 kernel, on the same inputs;
     the routed run gives the error of the module's output, with what adds up along the way. Both run eagerly, without
-    gradients, from the same state of torch's random numbers; put the module into eval() if it has dropout.
+    gradients, on copies of the inputs (a cache is filled once), from the same state of torch's random numbers; put the
+    module into eval() if it has dropout.
     include, exclude: as for enable(), whose own choice for this module is set aside meanwhile.  settings: min_kv, pv,
     precision and skip count.  show: whether the table is printed.
     Raises ValueError if no call of F.scaled_dot_product_attention was seen, TypeError for what is not a module.
@@ -101,8 +103,11 @@ def audit(
     >>> worst = audit(pipe.transformer, kwargs=inputs).worst()
     >>> enable(pipe.transformer, exclude=[name for name, error in worst if error > 0.03])
     """
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"audit() takes a torch.nn.Module; given {type(module).__name__}")
+    check_module("audit", module)
+    if not isinstance(kwargs, (Mapping, type(None))):
+        raise TypeError(f"kwargs is of type {type(kwargs).__name__}; accepted: a mapping of the module's arguments")
+    if not isinstance(settings, (Settings, type(None))):
+        raise TypeError(f"settings is of type {type(settings).__name__}; accepted: sdpa_router.Settings")
     probe = _Probe(switches(module, include, exclude), replace(settings or Settings(), on_unsupported="fallback"))
     with suspended(module), probe.following(module):
         native = probe.forward(module, inputs, kwargs or {})
@@ -147,7 +152,7 @@ class _Probe:
         _thread.probe = self
         try:
             with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), routed:
-                return module(*inputs, **kwargs)
+                return module(*map(_copied, inputs), **{name: _copied(value) for name, value in kwargs.items()})
         finally:
             del _thread.probe
 
@@ -194,6 +199,28 @@ class _Probe:
             )
         )
         return True
+
+
+def _copied(value: Any) -> Any:
+    """Copy an input of the module, so that a cache in it, or a buffer, is what it was for the other run too."""
+    memo: dict[int, Any] = {}
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            memo[id(leaf)] = _cloned(leaf)  # deepcopy refuses what has a gradient function
+        elif isinstance(leaf, torch.nn.Module):
+            memo[id(leaf)] = leaf
+    try:
+        return copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError, copy.Error):
+        return value  # generators of numbers, locks and the like
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_nested:
+        return tensor.detach().clone()
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor  # clone() would give an expanded mask a row for each query
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _errors(out: torch.Tensor, native: torch.Tensor) -> tuple[float, float]:

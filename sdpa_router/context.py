@@ -8,13 +8,14 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
 from .decide import Call
 from .patch import enter, leave, stay_installed
-from .selection import Patterns, borders, excluded, switches
+from .selection import Patterns, borders, check_module, excluded, may_attend, switches
 from .settings import OFF, Settings, activate, active_name, intern, settings_of, traced_as_constant
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -133,16 +134,22 @@ def enable(
     Enabling again replaces settings and choice. A deep copy of the module is enabled too, by itself. A copy.copy runs
     the module's own forward, enabled or not, until enable() or disable() is called on the copy. To pickle an enabled
     module its skip must be a named function of some module, not a lambda. Raises TypeError for anything but a
-    torch.nn.Module with a plain forward, ValueError for a pattern that matches nothing.
+    torch.nn.Module with a plain forward, ValueError for a pattern that matches nothing, and for a module that can't
+    attend, such as one of linear layers, or where Python doesn't see it, as in TorchScript.
 
     >>> enable(pipe.transformer, exclude=["blocks.0", "blocks.29"])
     >>> enable(pipe.transformer, skip=lambda call: call.query.shape[2] != call.key.shape[2])  # no cross-attention
     """
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"enable() takes a torch.nn.Module; given {type(module).__name__}")
+    check_module("enable", module)
     settings = Settings(on_unsupported, min_kv, pv, precision, skip, log)
-    names = {"on": intern(settings), "off": intern(Settings(skip=excluded, log=log))}
+    outside = replace(settings, on_unsupported="fallback", skip=excluded)
+    names = {"on": intern(settings), "off": intern(outside)}
     wrapped = borders(module, switches(module, include, exclude))
+    if not may_attend(module):
+        raise ValueError(
+            f"given {type(module).__name__}, which can't make an attention call that Python sees; accepted: a module "
+            "that calls torch.nn.functional.scaled_dot_product_attention"
+        )
     for path in wrapped:
         if not _is_plain_function(module.get_submodule(path).forward):
             raise TypeError(f"enable() takes modules whose forward is a plain function; that of {path!r} is not")
@@ -160,8 +167,7 @@ def disable(module: torch.nn.Module) -> None:
     Where somebody has wrapped the forward since, that wrapper stays and what it calls passes through. Raises TypeError
     for anything but a torch.nn.Module.
     """
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"disable() takes a torch.nn.Module; given {type(module).__name__}")
+    check_module("disable", module)
     for path, scope in _scopes_set_by(module):
         _unwrap(module.get_submodule(path), scope)
 
@@ -198,9 +204,11 @@ def _wrap(module: torch.nn.Module, name: str, path: str) -> None:
     if scope is not None and scope.is_of_another(module):
         _unwrap(module, scope)
         scope = None
-    if scope is not None:
+    if scope is not None and _is_in_place(module, scope):
         scope.name, scope.path = name, path
         return
+    if scope is not None:
+        scope.name = OFF  # somebody has replaced the forward since, and may still call what enable() had made of it
     scope = _Scope(name, "forward" in module.__dict__, path, weakref.ref(module))
     forward = functools.partial(_routed_forward, scope, module.forward)
     module.__dict__[_SCOPE] = scope
@@ -211,12 +219,16 @@ def _unwrap(module: torch.nn.Module, scope: _Scope) -> None:
     module.__dict__.pop(_SCOPE, None)
     if not scope.is_of_another(module):
         scope.name = OFF
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, functools.partial) and forward.args[:1] == (scope,):
+    if _is_in_place(module, scope):
         if scope.had_forward:
-            module.__dict__["forward"] = forward.args[1]
+            module.__dict__["forward"] = module.__dict__["forward"].args[1]
         else:
             del module.__dict__["forward"]
+
+
+def _is_in_place(module: torch.nn.Module, scope: _Scope) -> bool:
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.args[:1] == (scope,)
 
 
 class _Scope:

@@ -22,12 +22,37 @@ def excluded(call: Call) -> bool:
     return True
 
 
+def check_module(function: str, module: object) -> None:
+    """Raise TypeError for what is not a torch.nn.Module; of a pipeline it names the modules."""
+    if isinstance(module, nn.Module):
+        return
+    parts = [f".{name}" for name, part in getattr(module, "__dict__", {}).items() if isinstance(part, nn.Module)]
+    whose = f", whose modules are {_some(parts)}" if parts else ""
+    raise TypeError(f"{function}() takes a torch.nn.Module; given {type(module).__name__}{whose}")
+
+
+def may_attend(module: nn.Module) -> bool:
+    """Whether some part of it might call SDPA from Python, where a replacement of the function is seen.
+
+    Parts of other packages might, and torch's own attention or a layer whose forward somebody has replaced; other
+    layers of torch don't, nor do TorchScript and graphs, which hold the operator.
+    """
+    return any(map(_part_may_attend, module.modules()))
+
+
+def _part_may_attend(part: nn.Module) -> bool:
+    if any(not f"{kind.__module__}.".startswith(("torch.", "builtins.")) for kind in type(part).__mro__):
+        return True
+    replaced = "forward" in part.__dict__ and type(part).__module__.startswith("torch.nn.")
+    return replaced or isinstance(part, nn.MultiheadAttention)
+
+
 def switches(module: nn.Module, include: Patterns, exclude: Patterns) -> dict[str, Switch | None]:
     """Say for every submodule by qualified name, "" for `module` itself, what holds inside it.
 
     include and exclude: glob patterns such as "blocks.0" or "*.attn1"; `*` spans dots. A match holds for everything
     inside it, and an exclusion wins. No `include` means all of `module`.
-    Raises ValueError for a pattern that matches nothing, TypeError for what is not a pattern.
+    Raises ValueError for a pattern that matches nothing and for an empty `include`, TypeError for what is no pattern.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     included = {""} if include is None else _matches("include", include, modules, module)
@@ -72,6 +97,8 @@ def _matches(argument: str, patterns: str | Iterable[str], modules: dict[str, nn
     if not isinstance(patterns, Iterable):
         raise TypeError(f"{argument} is {patterns!r}; accepted: glob patterns over the names of submodules")
     listed = [patterns] if isinstance(patterns, str) else list(patterns)
+    if argument == "include" and not listed:
+        raise ValueError("include is empty; accepted: patterns, or None for the whole module")
     matched: set[str] = set()
     for pattern in listed:
         if not isinstance(pattern, str):

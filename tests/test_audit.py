@@ -181,6 +181,37 @@ def test_both_runs_draw_the_same_random_numbers(device):
     assert 0 < found.output_error < 0.0125
 
 
+class Caching(Attention):
+    """Keeps keys: in an object that grows, in a buffer of the caller, or both."""
+
+    def forward(self, x, cache=None, buffer=None):
+        if cache is not None:
+            cache.append(x)
+            x = torch.cat(cache, dim=1)
+        if buffer is not None:
+            x = buffer.add_(x)
+        return super().forward(x)
+
+
+def test_both_runs_find_the_inputs_as_they_were(x, device):
+    model = Caching().half().to(device)
+    cache, buffer = [x], torch.zeros_like(x)
+    found = audit(model, x, kwargs={"cache": cache}, settings=EVERY, show=False)
+    assert found.rows[0].key == (1, 2, 80, 16)
+    assert 0 < found.output_error < 0.0125
+    assert len(cache) == 1
+    assert 0 < audit(model, x, None, buffer, settings=EVERY, show=False).output_error < 0.0125
+    assert not buffer.any()
+    leaf = x.detach().requires_grad_() * 1
+    assert audit(model, leaf, settings=EVERY, show=False).rows[0].error > 0
+
+
+def test_an_expanded_mask_stays_one_row(model, x):
+    mask = (torch.arange(40, device=x.device) % 3 > 0).expand(1, 1, 40, 40)
+    found = audit(model, x, kwargs={"mask": mask}, settings=EVERY, show=False)
+    assert {row.mask for row in found.rows} == {"per_key"}
+
+
 def test_outputs_of_all_kinds(x):
     @dataclasses.dataclass
     class Output:
@@ -217,6 +248,10 @@ def test_compiled_modules_run_eagerly(model, x):
 def test_what_cannot_be_audited():
     with pytest.raises(TypeError, match=r"torch\.nn\.Module; given function"):
         audit(lambda: None)
+    with pytest.raises(TypeError, match="kwargs is of type int; accepted: a mapping"):
+        audit(Model(1.0), kwargs=3)
+    with pytest.raises(TypeError, match=r"settings is of type dict; accepted: sdpa_router\.Settings"):
+        audit(Model(1.0), settings={"min_kv": 0})
     with pytest.raises(ValueError, match=r"Linear made no call of .*scaled_dot_product_attention.*accepted"):
         audit(nn.Linear(3, 3), torch.randn(2, 3))
     with pytest.raises(ValueError, match="matches no submodule"):

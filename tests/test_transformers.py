@@ -312,6 +312,13 @@ class OwnModel(transformers.PreTrainedModel):
     _supports_sdpa = True
 
 
+class OwnHeads(nn.Module):
+    """The same under a name that transformers doesn't look for."""
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
 def test_attach_says_what_it_was_given_and_what_it_takes():
     with pytest.raises(TypeError, match=r"PreTrainedModel; given Linear"):
         integration.attach(nn.Linear(1, 1))
@@ -320,6 +327,13 @@ def test_attach_says_what_it_was_given_and_what_it_takes():
         integration.attach(transformers.MambaModel(config))
     with pytest.raises(ValueError, match=r"given OwnModel, whose attention transformers does not dispatch"):
         integration.attach(OwnModel(transformers.BertConfig()))
+    # Some attention of this file is dispatched, so that transformers lets it be set, but none of this model.
+    vision = transformers.SamVisionModel(
+        transformers.SamVisionConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32)
+    )
+    with pytest.raises(ValueError, match=r"given SamVisionModel, whose attention transformers does not dispatch"):
+        integration.attach(vision)
+    assert vision.config._attn_implementation != NAME
     integration.unregister()
     with pytest.raises(RuntimeError, match=r"not registered; call .*register\(\)"):
         integration.attach(build("Bert"))

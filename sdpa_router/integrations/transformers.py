@@ -5,6 +5,7 @@ Attention alone would not do: for a name without a mask function transformers ma
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,7 @@ def unregister() -> None:
 def attach(model: Any) -> None:
     """Switch a loaded model to "sdpa_router"; model.set_attn_implementation("sdpa") switches it back.
 
-    set_attn_implementation("sdpa_router") does the same, but only logs a warning where it has no effect.
+    set_attn_implementation("sdpa_router") does the same, but logs a warning at most where it has no effect.
     Raises TypeError for what is not a transformers model, RuntimeError before register(), and ValueError for a model
     whose attention transformers doesn't dispatch.
     """
@@ -68,12 +69,25 @@ def attach(model: Any) -> None:
         raise RuntimeError(f'"{NAME}" is not registered; call sdpa_router.integrations.transformers.register() first')
     given = f"{type(model).__name__}, whose attention transformers does not dispatch"
     accepted = "models built on AttentionInterface with SDPA; for others, sdpa_router.enable(model)"
+    before = model.config._attn_implementation
     try:
         model.set_attn_implementation(NAME)
     except ValueError as error:
         raise ValueError(f"given {given}; accepted: {accepted}") from error
-    if model.config._attn_implementation != NAME:
+    if model.config._attn_implementation != NAME or not _dispatches(model):
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
         raise ValueError(f"given {given}; accepted: {accepted}")
+
+
+def _dispatches(model: torch.nn.Module) -> bool:
+    """Whether some part of the model looks its attention up; transformers asks its files that, and of some nothing."""
+    kinds = {kind for part in model.modules() for kind in type(part).__mro__}
+    own = [kind for kind in kinds if not f"{kind.__module__}.".startswith(("torch.", "builtins."))]
+    try:
+        return any("ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind) for kind in own)
+    except (OSError, TypeError):
+        return True  # without the source nobody can tell
 
 
 def _attention(settings: Settings, routed: route, sdpa_attention_forward: _Attention) -> _Attention:
