@@ -83,7 +83,8 @@ def attach(model: Any) -> None:
 def _dispatches(model: torch.nn.Module) -> bool:
     """Whether some part of the model looks its attention up; transformers asks its files that, and of some nothing."""
     kinds = {kind for part in model.modules() for kind in type(part).__mro__}
-    own = [kind for kind in kinds if not f"{kind.__module__}.".startswith(("torch.", "builtins."))]
+    base = ("torch.", "builtins.", "transformers.modeling_utils.")
+    own = [kind for kind in kinds if not f"{kind.__module__}.".startswith(base)]
     try:
         return any("ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind) for kind in own)
     except (OSError, TypeError):
