@@ -2,25 +2,25 @@
 
     TRITON_INTERPRET=1 python bench/bench_models.py --table      # small random pipelines, as a markdown table
     python bench/bench_models.py --gpu                           # full-width Wan 1.3B and Flux transformers
-    python bench/bench_models.py --overhead                      # models that never qualify, enabled and not
+    python bench/bench_models.py --overhead [--larger 4]         # the small ones, enabled and not, in turns
 
 --table: a pipeline of each family runs one step and its VAE, natively and with the transformer enabled; audit() gives
 the errors of the first step. --gpu: step times are medians of interleaved steps (timing.py), eager and with
-compile_repeated_blocks(); the PSNR is that of the latents after --steps Euler steps from the same noise.
+compile_repeated_blocks(); the PSNR is that of the latents after --steps Euler steps from the same noise. --overhead:
+the models of the table with the default settings, whose forward must not be slower by more than 1 %.
 Each measurement is appended to bench/results/models.jsonl as one line.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import importlib
-import statistics
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ import model_steps
 import pipelines
 import torch
 import torch.nn.functional as functional
+from bench_overhead import Compared, interleave
 from records import RESULTS, Invocation, commit_here, table
 
 import sdpa_router
-from sdpa_router.testing import BUDGET
+from sdpa_router.testing import BUDGET, relative_error
 
 tqdm: Any = importlib.import_module("tqdm").tqdm
 diffusers = pipelines.diffusers
@@ -141,47 +142,49 @@ def run_table(options: argparse.Namespace, invocation: Invocation) -> int:
 
 
 def run_overhead(options: argparse.Namespace, invocation: Invocation) -> int:
-    """Time one forward of float32 models, which never qualify, enabled and not, in turns."""
+    """Time one forward of each model, enabled with the default settings and native, in turns."""
     shown = []
     for name in tqdm(options.models or pipelines.BUILDS, desc="models", disable=None):
-        small = pipelines.build(name, device=invocation.device, dtype=torch.float32, larger=4)
-        args, kwargs = pipelines.first_inputs(small)
-        forward = functools.partial(small.model, *args, **kwargs)
-        native, ours, ratio = _in_turns(small.model, forward, invocation.device)
-        invocation.write({"kind": "overhead", "model": name, "ms": native, "enabled_ms": ours, "ratio": ratio})
-        shown.append((name, f"{native:.3f}", f"{ours:.3f}", f"{ratio:.4f}"))
-    print(table(("model", "ms", "enabled ms", "ratio"), shown))
-    return 0
+        row, found = time_enabled(name, invocation.device, options.larger, options.budget_ms / 1e3)
+        invocation.write(row)
+        shown.append((name, *(str(row["calls"].get(route, 0)) for route in ("int8", "sdpa")), *found.cells()))
+        shown[-1] += (found.verdict(),)
+    print(table(("model", "int8", "sdpa", "native ms", "enabled ms", "ratio", "+-", "goal"), shown))
+    return int(any("OVER" in cells[-1] for cells in shown))
 
 
-def _in_turns(model: Any, forward: Callable[[], Any], device: torch.device, rounds: int = 16) -> tuple[float, ...]:
-    """Median ms, native and enabled, and the median ratio of neighbouring blocks of calls.
+def time_enabled(name: str, device: torch.device, larger: int, budget_s: float) -> tuple[dict[str, Any], Compared]:
+    """Check and time a model: float16 on a GPU, float32, of which nothing qualifies, on a CPU."""
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    small = pipelines.build(name, device=device, dtype=dtype, larger=larger)
+    args, kwargs = pipelines.first_inputs(small)
+    enabled = copy.copy(small.model)  # over the same weights, so that nothing is switched between two forwards
+    sdpa_router.enable(enabled, log=False)
 
-    The first calls after switching don't count: Python must specialise its bytecode anew. On a CPU what counts is the
-    processor time of one thread, which a machine that others use too disturbs less than the clock.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    watch = time.process_time if device.type == "cpu" else time.perf_counter
-    taken: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(rounds):
-        for routed in (False, True) if number % 2 else (True, False):
-            sdpa_router.enable(model, log=False) if routed else sdpa_router.disable(model)
-            block = []
-            for _ in range(_UNCOUNTED + _COUNTED):
-                began = watch()
-                forward()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                block.append((watch() - began) * 1e3)
-            taken[routed].append(statistics.median(block[_UNCOUNTED:]))
-    sdpa_router.disable(model)
-    torch.set_num_threads(threads)
-    ratios = [ours / native for native, ours in zip(taken[False], taken[True], strict=True)]
-    return tuple(map(statistics.median, (taken[False], taken[True], ratios)))
+    def forward(model: Any) -> torch.Tensor:
+        out: torch.Tensor = model(*args, **kwargs)[0]
+        return out
+
+    expected = forward(small.model)
+    with sdpa_router.record() as seen:
+        error = relative_error(forward(enabled), expected)
+    calls: Counter[str] = Counter()
+    for record in seen.records:
+        calls[record["backend"]] += record["count"]
+    if not error <= (BUDGET.gaussian if calls["int8"] else 0.0):
+        raise SystemExit(f"{name}: enabled, the output is off by {error:.4f}: nothing was timed")
+    found = Compared(interleave(enabled, small.model, forward, functools.partial(_clock, device), budget_s))
+    row = {"kind": "overhead", "model": name, "dtype": str(dtype).removeprefix("torch."), "larger": larger}
+    row |= {"calls": dict(calls), "ms": found.native_ms, "enabled_ms": found.enabled_ms}
+    return row | {"ratio": found.ratio, "ratio_error": found.error, "error": error}, found
 
 
-_UNCOUNTED, _COUNTED = 6, 10
+def _clock(device: torch.device) -> float:
+    """Seconds: when the GPU is done, or of one thread's computing, which other processes disturb little."""
+    if device.type == "cpu":
+        return time.thread_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -196,7 +199,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", default=None, help="names, separated by commas; all by default")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--steps", type=int, default=4, help="of the denoising loop of --gpu")
-    parser.add_argument("--budget-ms", type=float, default=4000.0, help="of timing, for each of the rivals of --gpu")
+    parser.add_argument("--budget-ms", type=float, default=4000.0, help="of timing, for each rival or model")
+    parser.add_argument("--larger", type=int, default=4, help="--overhead: images that are so many times larger")
     parser.add_argument("--tiny", action="store_true", help="--gpu with toy widths, to try it without a GPU")
     parser.add_argument("--deadline", type=float, default=170.0, help="seconds of --gpu")
     parser.add_argument("--compile-s", type=float, default=70.0, help="seconds that compiling is expected to take")
@@ -212,6 +216,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if options.run is run_overhead:
+        torch.set_num_threads(1)
     invocation = Invocation(torch.device(options.device), options.out, options.commit or commit_here())
     diffusers.utils.logging.set_verbosity_error()
     print(f"run {invocation.run}: {invocation.facts()}, diffusers {diffusers.__version__}", flush=True)

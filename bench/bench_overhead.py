@@ -114,11 +114,7 @@ def measure(name: str, invocation: Invocation, clock: str, budget_s: float) -> l
     if not torch.equal(forward(enabled), expected):
         raise RuntimeError("the enabled module answers differently")
     pairs = interleave(enabled, native, forward, CLOCKS[clock], budget_s)
-    ratios = [enabled_ms / native_ms for enabled_ms, native_ms in pairs]
-    enabled_ms, native_ms = (statistics.median(column) for column in zip(*pairs, strict=True))
-    low, ratio, high = statistics.quantiles(ratios, n=4)
-    # Of a normal distribution the quartiles are 1.35 sigma apart, and a median varies by 1.25 sigma / sqrt(n).
-    error = 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5
+    found = Compared(pairs)
     over_us = statistics.median(one - other for one, other in pairs) * 1e3 / calls
     row: dict[str, Any] = {
         "case": name,
@@ -126,19 +122,34 @@ def measure(name: str, invocation: Invocation, clock: str, budget_s: float) -> l
         "variant": clock,
         "tokens": tokens,
         "calls": calls,
-        "ms": round(enabled_ms, 4),
-        "bare_ms": round(native_ms, 4),
-        "ratio": round(ratio, 5),
-        "ratio_error": round(error, 5),
+        "ms": round(found.enabled_ms, 4),
+        "bare_ms": round(found.native_ms, 4),
+        "ratio": round(found.ratio, 5),
+        "ratio_error": round(found.error, 5),
         "host_us": round(over_us, 2),
         "repeats": len(pairs),
         "correct": True,
     }
     invocation.write(row)
-    verdict = "OVER" if ratio - 2 * error > GOAL_RATIO else "unclear" if ratio + 2 * error > GOAL_RATIO else ""
-    goal = "-" if name in NO_GOAL else f"<= {GOAL_RATIO}  {verdict}".rstrip()
-    times = (f"{native_ms:.3f}", f"{enabled_ms:.3f}", f"{ratio:.4f}", f"{error:.4f}", f"{over_us:.2f}")
-    return [name, str(tokens), str(calls), *times, goal]
+    goal = "-" if name in NO_GOAL else found.verdict()
+    return [name, str(tokens), str(calls), *found.cells(), f"{over_us:.2f}", goal]
+
+
+class Compared:
+    """What pairs of (enabled, native) milliseconds say: medians, the ratio's, and the standard error of that."""
+
+    def __init__(self, pairs: list[tuple[float, float]]) -> None:
+        self.enabled_ms, self.native_ms = (statistics.median(column) for column in zip(*pairs, strict=True))
+        low, self.ratio, high = statistics.quantiles([enabled / native for enabled, native in pairs], n=4)
+        # Of a normal distribution the quartiles are 1.35 sigma apart, and a median varies by 1.25 sigma / sqrt(n).
+        self.error = 1.25 * (high - low) / 1.35 / len(pairs) ** 0.5
+
+    def cells(self) -> tuple[str, ...]:
+        return f"{self.native_ms:.3f}", f"{self.enabled_ms:.3f}", f"{self.ratio:.4f}", f"{self.error:.4f}"
+
+    def verdict(self) -> str:
+        low, high = self.ratio - 2 * self.error, self.ratio + 2 * self.error
+        return f"<= {GOAL_RATIO}  {'OVER' if low > GOAL_RATIO else 'unclear' if high > GOAL_RATIO else ''}".rstrip()
 
 
 def interleave(

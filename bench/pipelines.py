@@ -7,6 +7,7 @@ padding, as text encoders would return them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -298,10 +299,20 @@ def images(small: Small, seed: int = 0) -> torch.Tensor:
     return made
 
 
+class _Stopped(Exception):  # noqa: N818 (nothing is wrong)
+    """Ends a pipeline before its model's first forward."""
+
+
 def first_inputs(small: Small) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Run the pipeline and return the arguments of its model's first forward."""
+    """Run the pipeline up to its model's first forward and return the arguments of that."""
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    hook = small.model.register_forward_pre_hook(lambda _, *given: seen.append(given), with_kwargs=True)
-    images(small)
+
+    def stop(_: Any, *given: Any) -> None:
+        seen.append(given)  # type: ignore[arg-type]
+        raise _Stopped
+
+    hook = small.model.register_forward_pre_hook(stop, with_kwargs=True)
+    with contextlib.suppress(_Stopped):
+        images(small)
     hook.remove()
     return seen[0]
