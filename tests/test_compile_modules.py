@@ -298,7 +298,8 @@ def test_compile_repeated_blocks_of_diffusers(inductor):
 def test_unsupported_calls_raise_under_compile():
     module = model().float()
     enable(module, on_unsupported="raise", **SETTINGS)
-    with pytest.raises(Exception, match=r"UnsupportedError: .*dtype"):
+    # Torch 2.7 refuses any break inside of the context of an enabled module, with words of its own.
+    with pytest.raises(Exception, match=r"UnsupportedError: .*dtype|GenericContextWrappingVariable"):
         torch.compile(module, fullgraph=True)(stream().float())
     torch._dynamo.reset()
     with pytest.raises(sdpa_router.UnsupportedError, match="dtype"):

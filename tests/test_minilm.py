@@ -17,8 +17,8 @@ integration = pytest.importorskip("sdpa_router.integrations.transformers")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIN_COSINE = 0.9995
-# Native scores that are closer than this are a tie: torch's own in bfloat16 are off by up to 0.0023, int8 by 0.0007.
-TIE = 0.001
+# By how much scores (cosines) may be off: torch's own in bfloat16 are off by up to 0.0021, int8 by 0.0007.
+SCORE_ERROR = 0.001
 
 CORPUS = (
     "Rain.",
@@ -92,16 +92,19 @@ def test_each_embedding_keeps_its_direction(embedded):
 
 
 def test_the_ranking_of_the_corpus_is_unchanged(embedded):
-    """The best five in their order, and all pairs that are no tie."""
+    """The best five in their order, and of all pairs at most one that is as close as scores may be off."""
     (corpus, queries), (routed_corpus, routed_queries), _ = embedded
     native, routed = queries @ corpus.T, routed_queries @ routed_corpus.T
+    assert (routed - native).abs().max() < SCORE_ERROR
     best = native.topk(5).indices
     assert torch.equal(routed.topk(5).indices, best)
     gaps, routed_gaps = (scores[:, :, None] - scores[:, None, :] for scores in (native, routed))
-    assert (routed_gaps[gaps > TIE] > 0).all()
-    # The model understands the queries, so that a ranking is worth comparing, and ties are few.
+    swapped = gaps[(gaps > 0) & (routed_gaps <= 0)]
+    # Ninth and tenth of twelve, both unrelated to the query, at a native distance of 0.0004.
+    assert len(swapped) <= 1
+    assert (swapped < SCORE_ERROR).all()
+    # The model understands the queries, so that a ranking is worth comparing.
     assert best[:, 0].tolist() == [1, 3, 5, 8]
-    assert (gaps > TIE).sum() >= 0.98 * len(QUERIES) * len(CORPUS) * (len(CORPUS) - 1) / 2
 
 
 def test_a_sentence_does_not_depend_on_the_padding_beside_it(embed, embedded):
