@@ -44,20 +44,28 @@ _overridden = torch.overrides.has_torch_function
 
 def install(users: int = 1) -> None:
     """Be in place, for `users` more calls of uninstall()."""
-    global _users, _top, _under
-    _judge_anew_if_environment_changed()
+    global _users, _environment
+    environment = (_variables.get(_SWITCH), _variables.get(_INTERPRETER))
+    if environment != _environment:
+        _environment = environment
+        judge_anew()
     with _lock:
         found = F.scaled_dot_product_attention
-        if _users == 0 or found is not _top:
-            if found is not _under:
-                if not _patches:
-                    # Later it would list the replacement, and dynamo would hide SDPA from every TorchFunctionMode.
-                    torch.overrides.get_overridable_functions()
-                _top = _patch_for(found)
-                _under = _top.__wrapped__  # type: ignore[attr-defined]
-            run.below = _under
-            F.scaled_dot_product_attention = _top
+        if found is _under:  # as it mostly is
+            run.below, F.scaled_dot_product_attention = _under, _top  # type: ignore[assignment]
+        elif _users == 0 or found is not _top:
+            _replace(found)
         _users += users
+
+
+def _replace(found: run.Attention) -> None:
+    global _top, _under
+    if not _patches:
+        # Computed later it would list the replacement, and dynamo would hide SDPA from every TorchFunctionMode.
+        torch.overrides.get_overridable_functions()
+    _top = _patch_for(found)
+    _under = run.below = _top.__wrapped__  # type: ignore[attr-defined]
+    F.scaled_dot_product_attention = _top
 
 
 @traced_as_constant
@@ -156,11 +164,3 @@ def _are_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not (_overridden(args) or (kwargs and _overridden(tuple(kwargs.values())))):
         return True
     return _PLAIN.issuperset(map(type, (*args, *kwargs.values())))
-
-
-def _judge_anew_if_environment_changed() -> None:
-    global _environment
-    environment = (_variables.get(_SWITCH), _variables.get(_INTERPRETER))
-    if environment != _environment:
-        _environment = environment
-        judge_anew()
