@@ -8,7 +8,7 @@ because a layer's weights push the router out of the processor's caches between 
 what one thread computes, so that other processes of a busy machine are not in it; `--clock wall` with more threads is
 for a machine that is left alone.
 
-    python bench/bench_overhead.py [--models tiny,minilm] [--clock wall --threads 8] [--quick] [--out FILE.jsonl]
+    python bench/bench_overhead.py [--models tiny,minilm] [--clock wall --threads 8] [--seconds 30] [--out FILE.jsonl]
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--clock", choices=CLOCKS, default="thread", help="thread: its CPU time (default)")
     parser.add_argument("--threads", type=int, default=1, help="of torch; more than 1 with --clock wall only")
-    parser.add_argument("--quick", action="store_true", help="5 s a model instead of 30")
+    parser.add_argument("--seconds", type=float, default=30, help="of timing, a model (30)")
     parser.add_argument("--commit", default=None, help="recorded where this is no git checkout")
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead.jsonl")
     options = parser.parse_args(arguments)
@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
             if why := why_not(name):
                 print(f"  skipped {name}: {why}", flush=True)
                 continue
-            rows.append(measure(name, invocation, options.clock, 5 if options.quick else 30))
+            rows.append(measure(name, invocation, options.clock, options.seconds))
             print("  " + "  ".join(rows[-1]), flush=True)
     print("\n" + table(COLUMNS, rows))
     print(f"\n{len(rows)} lines appended to {options.out}", flush=True)

@@ -18,6 +18,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = {"min_kv": 1, "log": False}
 BUDGET = testing.BUDGET.gaussian
 LENGTHS = (40, 56, 72, 104, 88)
+# Torch 2.7 ties the graph of an enabled module to the very method that enable() found.
+BY_METHOD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8)
 
 
 class Block(nn.Module):
@@ -205,8 +207,8 @@ def test_changed_settings_recompile_once(inductor):
     call()
     enable(module, **SETTINGS)
     call()
-    assert graphs == [1, 2, 2, 2, 3, 3, 3]
-    assert inductor.routed == 2
+    assert graphs == [1, 2, 2, 2, 3, 3, 4 if BY_METHOD else 3]
+    assert inductor.routed == (4 if BY_METHOD else 2)
 
 
 def test_equal_settings_share_a_graph_and_the_outside_is_native(inductor):
@@ -256,9 +258,10 @@ def test_regional_compilation_of_enabled_blocks(inductor):
         out = module(x)
         module(x)
     # The first block, native; the others; the first once more, when tracing them has put the router in place for good.
-    assert inductor.graphs == 3
+    graphs = 5 if BY_METHOD else 3
+    assert inductor.graphs == graphs
     module(x)
-    assert inductor.graphs == 3
+    assert inductor.graphs == graphs
     assert {record["backend"] for record in seen.records} == {"int8"}
     assert testing.relative_error(out, expected) < BUDGET
 
