@@ -7,7 +7,10 @@ from .decide import Call
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route, UnsupportedError
 from .mask import classify_mask
 from .merge import merge_attention
+from .qk import QuantizedQK
+from .quantized import quantize_qk
 from .record import record, reset_stats, stats
+from .rope_qk import rms_rope_quantize
 from .settings import Settings
 
 __version__ = "0.1.0"
@@ -19,6 +22,7 @@ __all__ = [
     "Decision",
     "MaskInfo",
     "MaskKind",
+    "QuantizedQK",
     "Reason",
     "Route",
     "Settings",
@@ -31,8 +35,10 @@ __all__ = [
     "int8_attention",
     "is_available",
     "merge_attention",
+    "quantize_qk",
     "record",
     "reset_stats",
+    "rms_rope_quantize",
     "route",
     "scaled_dot_product_attention",
     "stats",
