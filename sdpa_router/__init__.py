@@ -5,6 +5,7 @@ from .audit import Audit, audit
 from .context import disable, enable, route
 from .decide import Call
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route, UnsupportedError
+from .linear_qk import QuantizedSide, int8_linear_qk, join_qk
 from .mask import classify_mask
 from .merge import merge_attention
 from .qk import QuantizedQK
@@ -23,6 +24,7 @@ __all__ = [
     "MaskInfo",
     "MaskKind",
     "QuantizedQK",
+    "QuantizedSide",
     "Reason",
     "Route",
     "Settings",
@@ -33,7 +35,9 @@ __all__ = [
     "enable",
     "explain",
     "int8_attention",
+    "int8_linear_qk",
     "is_available",
+    "join_qk",
     "merge_attention",
     "quantize_qk",
     "record",

@@ -146,8 +146,8 @@ def int8_attention(
     precision: "auto", where keys share scales; or "high", a scale for each key.  On N(0, 1) the error is at most
     0.0125, with precision="high" 0.0100, with pv="fp8" 0.045.
     NaN or +inf in the mask gives NaN in the rows that see it.
-    A QuantizedQK takes the place of query and key: int8_attention(quantized, value). Its mask, scale and precision hold;
-    what is given besides must be the same, or ValueError says what was expected.
+    A QuantizedQK takes the place of query and key: int8_attention(quantized, value). Its mask, scale and precision
+    hold; what is given besides must be the same, or ValueError says what was expected.
     SDPA_ROUTER=0 in the environment changes nothing here. Raises UnsupportedError with every reason before anything
     runs, ValueError for buffers that don't fit and TypeError for those that are no tensors.
 
@@ -166,7 +166,9 @@ def int8_attention(
             lse=lse,
         )
     if key is None or value is None:
-        raise TypeError(f"{'key' if key is None else 'value'} is None; accepted: a tensor, unless query is a QuantizedQK")
+        raise TypeError(
+            f"{'key' if key is None else 'value'} is None; accepted: a tensor, unless query is a QuantizedQK"
+        )
     call = Call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     codes = [reason.code.value for reason in kernel_against(call, pv, precision)]
     if codes:

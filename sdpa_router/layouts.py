@@ -75,8 +75,8 @@ class Foreign(NamedTuple):
 def to_sage_block(quantized: QuantizedQK, *, requantize: bool = False) -> Foreign:
     """To the layout of SageAttention 1.0.6's and 2.x's Triton kernels.
 
-    query_scale [B, H, ceil(Q / 128)], one for 128 rows, softmax_scale * log2(e) in it; key_scale [B, Hkv, ceil(K / 64)],
-    one for 64 keys. D is 64, 96 or 128. Its 1.0.6 kernel reads past the last key: let K be a multiple of 64.
+    query_scale [B, H, ceil(Q / 128)], one for 128 rows, softmax_scale * log2(e) in it; key_scale [B, Hkv, ceil(K /
+    64)], one for 64 keys. D is 64, 96 or 128. Its 1.0.6 kernel reads past the last key: let K be a multiple of 64.
 
     >>> foreign = to_sage_block(quantized, requantize=True)
     >>> out = forward(foreign.query, foreign.key, value, foreign.query_scale, foreign.key_scale)

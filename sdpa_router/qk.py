@@ -68,10 +68,10 @@ class QuantizedQK:
     least 32.  query_scale: float32 [B, H, layout.query.count(Q)], key_scale: float32 [B, Hkv, layout.key.count(N)].
     dtype: of the tensors that were quantised, and so of value and output.  softmax_scale: as a plain number, also where
     the layout has it folded into query_scale.  key_shift: float32, what was taken off every key, None where that is not
-    known; lse_term: float32 [B, H, Q], softmax_scale * query . key_shift, where the LSE was asked for.
-    attn_mask, mask_version: the mask that was quantised with, which holds in the attention.  heads_inside: whether heads lay inside
-    the sequence in memory, which the output's strides follow.  prepared: for our own kernel, None in other layouts.
-    value: the value in e4m3 where it was quantised too.
+    known; lse_term: float32 [B, H, Q], softmax_scale * query . key_shift, where the LSE was asked for. attn_mask,
+    mask_version: the mask that was quantised with, which holds in the attention.  heads_inside: whether heads lay
+    inside the sequence in memory, which the output's strides follow.  prepared: for our own kernel, None in other
+    layouts. value: the value in e4m3 where it was quantised too.
 
     No tensor that was quantised is referred to.
     """
@@ -122,7 +122,9 @@ def expect(name: str, given: object, expected: object) -> None:
 
 def _four(name: str, tensor: torch.Tensor) -> tuple[int, int, int, int]:
     if tensor.dim() != 4 or tensor.dtype != torch.int8:
-        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected torch.int8 [batch, heads, length, D]")
+        raise ValueError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; expected torch.int8 [batch, heads, length, D]"
+        )
     batch, heads, length, width = tensor.shape
     return batch, heads, length, width
 

@@ -15,7 +15,15 @@ from . import run
 from .buffers import check_buffer, check_memory
 from .decide import Call, decide_kernel
 from .decision import UnsupportedError, show
-from .kernels.int8_attention.configs import Config, arch_of, config_for, config_of, give_up_hopper, hopper_unavailable, padded_head_dim
+from .kernels.int8_attention.configs import (
+    Config,
+    arch_of,
+    config_for,
+    config_of,
+    give_up_hopper,
+    hopper_unavailable,
+    padded_head_dim,
+)
 from .mask import key_view
 from .qk import Groups, Layout, Prepared, QuantizedQK, expect
 
@@ -74,9 +82,7 @@ def quantize_qk(
     config = choose_config(query, pv, precision)
     mask = None if attn_mask is None else key_view(attn_mask)
     with torch.cuda.device_of(query):
-        keys = quantize_key(
-            key, mask, config, group=query.shape[1] // key.shape[1], per_token=precision == "high"
-        )
+        keys = quantize_key(key, mask, config, group=query.shape[1] // key.shape[1], per_token=precision == "high")
         queries = quantize_query(query, softmax_scale, config, shift=keys.shift if lse else None)
         values = None if value is None else quantize_value(value, keys.bias, config)
     return QuantizedQK(
@@ -219,7 +225,9 @@ def _check_call(
             raise ValueError("value is None; expected a tensor, for this query and key were quantised without a value")
         expect("pv", pv, pv if pv in ("auto", "fp8") else "'auto' or 'fp8', for the value was quantised")
     else:
-        expect("pv", pv, pv if pv in ("auto", "16bit") else "'auto' or '16bit'; give the value to quantize_qk() for fp8")
+        expect(
+            "pv", pv, pv if pv in ("auto", "16bit") else "'auto' or '16bit'; give the value to quantize_qk() for fp8"
+        )
         shape = (*quantized.key.shape[:2], quantized.kv_len, quantized.head_dim)
         fits = value.shape == shape and value.dtype == quantized.dtype and value.device == quantized.query.device
         if not fits or value.stride(-1) != 1:
@@ -249,7 +257,12 @@ def _same_mask(given: torch.Tensor, held: torch.Tensor | None, version: int | No
     if held is None or given.dtype != held.dtype or given.device != held.device:
         return False
     view, other = key_view(given), key_view(held)
-    return version_of(given) == version and view.data_ptr() == other.data_ptr() and view.shape == other.shape and view.stride() == other.stride()
+    return (
+        version_of(given) == version
+        and view.data_ptr() == other.data_ptr()
+        and view.shape == other.shape
+        and view.stride() == other.stride()
+    )
 
 
 def _empty_out(quantized: QuantizedQK) -> torch.Tensor:

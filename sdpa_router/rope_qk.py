@@ -53,16 +53,14 @@ def rms_rope_quantize(
     """Norm, rotate and quantise a query and key that come straight from their projections; int8_attention() takes it.
 
     query [B, H, Q, D], key [B, Hkv, K, D]: fp16 or bf16, any strides with a contiguous last axis. A pair of tensors is
-    one sequence in two parts, and then a weight may be a pair too.
-    query_weight, key_weight: of the RMSNorm, any float dtype: [D] for a norm of each head; [H * D] and [Hkv * D] for one
-    across all heads of a token (Wan, LTX); None for all ones, when across_heads says which norm.  eps: what the norm
-    adds to the mean square; None leaves the norm out.
+    one sequence in two parts, and then a weight may be a pair too. query_weight, key_weight: of the RMSNorm, any float
+    dtype: [D] for a norm of each head; [H * D] and [Hkv * D] for one across all heads of a token (Wan, LTX); None for
+    all ones, when across_heads says which norm.  eps: what the norm adds to the mean square; None leaves the norm out.
     cos, sin: [Q, R / 2], an angle a pair, or [Q, R] with each of them twice, as diffusers keeps them; or with a batch
     axis before, or batch and heads, each 1 or full. None leaves RoPE out. key_cos, key_sin: those of the keys, where
-    they are not the same.  interleaved: whether the pairs are channels (2j, 2j + 1), else (j, j + R / 2).
-    rotary_dim: R, even, by default D; the other channels stay as they are.
-    scale, attn_mask, enable_gqa, precision: as for int8_attention(); the mask's garbage-proofness holds.  lse: whether
-    the LSE will be asked for.
+    they are not the same.  interleaved: whether the pairs are channels (2j, 2j + 1), else (j, j + R / 2). rotary_dim:
+    R, even, by default D; the other channels stay as they are. scale, attn_mask, enable_gqa, precision: as for
+    int8_attention(); the mask's garbage-proofness holds.  lse: whether the LSE will be asked for.
 
     Norm and RoPE are computed in float32 and rounded to 16 bits once, before a Hadamard rotation (QuaRot); models round
     after each of the two. Raises ValueError for what does not fit together, naming the argument, what was given and
@@ -73,7 +71,9 @@ def rms_rope_quantize(
     """
     queries, keys = _segments("query", query), _segments("key", key)
     if keys[0].shape[0] != queries[0].shape[0] or keys[0].shape[3] != queries[0].shape[3]:
-        raise ValueError(f"key is {show(keys[0].shape)}; expected the batch and head_dim of query {show(queries[0].shape)}")
+        raise ValueError(
+            f"key is {show(keys[0].shape)}; expected the batch and head_dim of query {show(queries[0].shape)}"
+        )
     whole = [_whole(parts) for parts in (queries, keys)]
     require_kernel(Call(*whole, whole[1], attn_mask, 0.0, False, scale, enable_gqa), "auto", precision)
     head_dim = whole[0].shape[3]
@@ -83,14 +83,16 @@ def rms_rope_quantize(
     across = across_heads or _is_across("query_weight", query_weight, whole[0]) or False
     if cos is not None and key_cos is None and whole[0].shape[2] != whole[1].shape[2]:
         raise ValueError(
-            f"key_cos is None; expected cosines for the {whole[1].shape[2]} keys, for cos is for {whole[0].shape[2]} queries"
+            f"key_cos is None; expected cosines for {whole[1].shape[2]} keys, for cos is of {whole[0].shape[2]} queries"
         )
     tables = {
         "cos": (cos, sin),
         "key_cos": (cos, sin) if key_cos is None else (key_cos, key_sin),
     }
     shape = (rotary, interleaved)
-    query_rows = _rows("query", queries, query_weight, across, eps, _tables("cos", "sin", *tables["cos"], whole[0], *shape))
+    query_rows = _rows(
+        "query", queries, query_weight, across, eps, _tables("cos", "sin", *tables["cos"], whole[0], *shape)
+    )
     names = ("cos", "sin") if key_cos is None else ("key_cos", "key_sin")
     key_rows = _rows("key", keys, key_weight, across, eps, _tables(*names, *tables["key_cos"], whole[1], *shape))
     return _quantize(
@@ -147,7 +149,9 @@ def _quantize(
 def _segments(name: str, given: Segments) -> tuple[torch.Tensor, ...]:
     parts = given if isinstance(given, tuple) else (given,)
     if len(parts) not in (1, 2) or not all(isinstance(part, torch.Tensor) and part.dim() == 4 for part in parts):
-        raise ValueError(f"{name} is {_shown(given)}; expected a tensor [batch, heads, length, head_dim] or a pair of them")
+        raise ValueError(
+            f"{name} is {_shown(given)}; expected a tensor [batch, heads, length, head_dim] or a pair of them"
+        )
     first = parts[0]
     for part in parts:
         alike = part.shape[:2] == first.shape[:2] and part.shape[3] == first.shape[3] and part.dtype == first.dtype

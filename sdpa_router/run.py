@@ -62,7 +62,7 @@ def int8_into(call: Call, pv: str, precision: str, out: torch.Tensor, lse: torch
 def quantized_into(
     quantized: QuantizedQK, value: torch.Tensor | None, is_causal: bool, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    """Let the int8 kernel answer a query and key that are quantised in its layout; value: None for the quantised one."""
+    """Let the int8 kernel answer a query and key that are quantised in its layout; value: None for its own."""
     from .kernels.int8_attention.forward import attention
     from .kernels.int8_attention.quantize import Quantized
 

@@ -58,7 +58,13 @@ def variants(arch: int | str) -> Iterator[Variant]:
             if flags["ACROSS"] and is_key:
                 del constants["RSTD"]
             side = "key" if is_key else "query"
-            yield f"{side} D{head_dim} {mode}", fused._rms_rope_quantize, types, constants, {"num_warps": tile.num_warps}
+            yield (
+                f"{side} D{head_dim} {mode}",
+                fused._rms_rope_quantize,
+                types,
+                constants,
+                {"num_warps": tile.num_warps},
+            )
         for mode, flags in modes(head_dim):
             constants = shared | flags | {"ROWS": fused.sample_rows(padded)}
             yield f"shift D{head_dim} {mode}", fused._rope_key_shift, types, constants, {"num_warps": 8}

@@ -64,7 +64,7 @@ class Norm:
 
 
 class Tile(NamedTuple):
-    """Launch of the quantising kernel: rows of a program, heads that it walks with one set of cosines, warps, stages."""
+    """Launch of the quantising kernel: rows of a program, heads that it walks with the same angles, warps, stages."""
 
     rows: int
     heads: int
@@ -124,7 +124,7 @@ def _normed_and_rotated(
     D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr,
     ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """Head h of some rows: pairs [ROWS, HALF] after weight and RoPE but before 1 / rms, the sum of squares, and 1 / rms.
+    """Head h of some rows: pairs [ROWS, HALF] after weight and RoPE but before 1 / rms; sum of squares; 1 / rms.
 
     1 / rms is that of the head alone where NORM is across heads and RSTD does not hold the whole one.
     """
@@ -274,10 +274,13 @@ def _rms_rope_quantize(
     TWO: tl.constexpr, PER_HEAD: tl.constexpr, IS_KEY: tl.constexpr, HAS_BIAS: tl.constexpr, SCALES: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One program ROWS rows of HEADS heads, which share cosines and the rotation."""
+    """One program ROWS rows of HEADS heads, which share cosines and the rotation.
+
+    Programs of the same rows follow each other: their heads lie side by side in memory.
+    """
     # From the last to the first: a kernel that read the rows before has left the last ones in the cache.
-    blocks = tl.num_programs(0)
-    block = blocks - 1 - tl.program_id(0)
+    blocks = tl.num_programs(1)
+    block = blocks - 1 - tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     HALF: tl.constexpr = DP // 2
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -296,7 +299,7 @@ def _rms_rope_quantize(
     else:
         cos, sin = 1.0, 0.0
     j = tl.arange(0, HALF)
-    start = tl.program_id(1) * HEADS
+    start = tl.program_id(0) * HEADS
     for h in tl.range(start, tl.minimum(start + HEADS, heads), num_stages=STAGES):
         head = b * heads + h
         keep = inside
@@ -380,7 +383,7 @@ def _finish_scales(SQUARES, SCALE, LSE_TERM, eps, L, heads, D: tl.constexpr, ROW
             tl.store(LSE_TERM + at, tl.load(LSE_TERM + at, mask=inside) * rstd, mask=inside)
 
 
-# By whether it is the keys' launch; warps so that a thread holds at most 64 channels. Set by bench/bench_quantise.py on an H200 (bench/results/quantise.jsonl).
+# By whether it is the keys' launch. Set by bench/bench_quantise.py on an H200 (bench/results/quantise.jsonl).
 _TILES = {False: Tile(64, 4, 4, 1), True: Tile(128, 4, 8, 1)}
 
 
@@ -427,7 +430,7 @@ def rms_rope_quantize_key(
     key_scale = empty((batch, heads, *tail), dtype=torch.float32)
     key_norm = empty((batch, heads, blocks), dtype=torch.float32) if config.gluon else None
     tile = tile_of(True, padded, config)
-    _rms_rope_quantize[(blocks, triton.cdiv(heads, tile.heads), batch)](
+    _rms_rope_quantize[(triton.cdiv(heads, tile.heads), blocks, batch)](
         **arguments, X=x, X2=_second(key), Y=key8, SCALE=key_scale, NORMS=key_norm if key_norm is not None else shift,
         LSE_TERM=shift, SQUARES=shift, factor=1.0, lse_factor=1.0, L=length, group=1, IS_KEY=True,
         HAS_BIAS=bias is not None, SCALES=scales, HAS_NORM=key_norm is not None, HAS_LSE=False,
@@ -447,7 +450,7 @@ def rms_rope_quantize_query(
     interleaved: bool,
     shift: torch.Tensor | None = None,
 ) -> QuantizedQuery:
-    """Norm, rotate and quantise the queries, with the rotation that the keys came with; shift: the keys', for the LSE."""
+    """Norm, rotate and quantise the queries, with the rotation that the keys came with; shift: theirs, for the LSE."""
     x = query.x
     batch, heads, _, head_dim = x.shape
     length, padded = query.length, padded_head_dim(head_dim)
@@ -460,7 +463,7 @@ def rms_rope_quantize_query(
     tile = tile_of(False, padded, config)
     common = _common(query, norm, rotary_dim, interleaved)
     rotated = min(padded, 128)
-    _rms_rope_quantize[(triton.cdiv(length, tile.rows), triton.cdiv(heads, tile.heads), batch)](
+    _rms_rope_quantize[(triton.cdiv(heads, tile.heads), triton.cdiv(length, tile.rows), batch)](
         **_arguments(query, norm, None), X=x, X2=_second(query),
         SHIFT=shift if shift is not None else unused, ROTATION=rotation, BIAS=unused, Y=query8, SCALE=query_scale,
         NORMS=unused, LSE_TERM=lse_term if lse_term is not None else unused, SQUARES=squares,

@@ -121,7 +121,7 @@ def _routed(
     lengths: tuple[int, int],
     mask: torch.Tensor | None,
 ) -> bool:
-    """Decide with tensors that look like query and key, and record a call that is routed; the plain path records others."""
+    """Decide with tensors that look like query and key; record a call that is routed; the plain path does others."""
     q_len, kv_len = lengths
     query, key = (
         hidden_states.new_empty((hidden_states.shape[0], length, heads, head_dim)).transpose(1, 2)
