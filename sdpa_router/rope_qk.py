@@ -75,7 +75,7 @@ def rms_rope_quantize(
             f"key is {show(keys[0].shape)}; expected the batch and head_dim of query {show(queries[0].shape)}"
         )
     whole = [_whole(parts) for parts in (queries, keys)]
-    require_kernel(Call(*whole, whole[1], attn_mask, 0.0, False, scale, enable_gqa), "auto", precision)
+    require_kernel(Call(whole[0], whole[1], whole[1], attn_mask, 0.0, False, scale, enable_gqa), "auto", precision)
     head_dim = whole[0].shape[3]
     rotary = head_dim if rotary_dim is None else rotary_dim
     if not (0 < rotary <= head_dim and rotary % 2 == 0) and cos is not None:

@@ -83,7 +83,9 @@ def quantized_into(
     )
     if value is not None and config.tma and not describable(value):
         value = value.contiguous()
-    attention(parts, quantized.value if value is None else value, config, is_causal=is_causal, out=out, lse=lse)
+    values = quantized.value if value is None else value
+    assert values is not None
+    attention(parts, values, config, is_causal=is_causal, out=out, lse=lse)
     torch.autograd.graph.increment_version([buffer for buffer in (out, lse) if buffer is not None])
 
 

@@ -88,7 +88,7 @@ class _Fused:
     def why_not(cls, block: Any) -> str | None:
         """Why this block can't be fused, from what it is made of."""
         for name in cls.norms:
-            norm = getattr(block, name, None)
+            norm: Any = getattr(block, name, None)
             if type(norm).__name__ not in _NORMS:
                 return f"{name} is {type(norm).__name__}, not RMSNorm"
             if norm.eps is None or getattr(norm, "bias", None) is not None:
@@ -163,7 +163,8 @@ def _attend(
 
 def _heads(projected: torch.Tensor, heads: int) -> torch.Tensor:
     """[B, S, H * D] -> [B, H, S, D], nothing is copied."""
-    return projected.unflatten(-1, (heads, -1)).transpose(1, 2)
+    split: torch.Tensor = projected.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return split
 
 
 class FusedWan(_Fused):
@@ -233,7 +234,7 @@ class FusedFlux(_Fused):
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
         query, key, value = (_heads(layer(hidden_states), attn.heads) for layer in (attn.to_q, attn.to_k, attn.to_v))
-        norms = (attn.norm_q, attn.norm_k)
+        norms: tuple[Any, ...] = (attn.norm_q, attn.norm_k)
         if encoder_hidden_states is None:
             return _attend(query, key, value, norms, image_rotary_emb, attention_mask)
         layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
