@@ -5,9 +5,13 @@ from .audit import Audit, audit
 from .context import disable, enable, route
 from .decide import Call
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route, UnsupportedError
+from .linear_qk import QuantizedSide, int8_linear_qk, join_qk
 from .mask import classify_mask
 from .merge import merge_attention
+from .qk import QuantizedQK
+from .quantized import quantize_qk
 from .record import record, reset_stats, stats
+from .rope_qk import rms_rope_quantize
 from .settings import Settings
 
 __version__ = "0.1.0"
@@ -19,6 +23,8 @@ __all__ = [
     "Decision",
     "MaskInfo",
     "MaskKind",
+    "QuantizedQK",
+    "QuantizedSide",
     "Reason",
     "Route",
     "Settings",
@@ -29,10 +35,14 @@ __all__ = [
     "enable",
     "explain",
     "int8_attention",
+    "int8_linear_qk",
     "is_available",
+    "join_qk",
     "merge_attention",
+    "quantize_qk",
     "record",
     "reset_stats",
+    "rms_rope_quantize",
     "route",
     "scaled_dot_product_attention",
     "stats",

@@ -13,6 +13,8 @@ from .decision import Decision
 from .dispatch import Turn, dispatch, refuse, under_foreign_mode
 from .kernels.int8_attention.limits import unavailable
 from .patch import as_if_absent
+from .qk import QuantizedQK
+from .quantized import attend
 from .recent import answered_before, remember_answered
 from .settings import active_name, settings_of
 
@@ -83,10 +85,42 @@ def int8_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@overload
 def int8_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: QuantizedQK,
+    value: torch.Tensor | None = None,
+    /,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    pv: str = "auto",
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def int8_attention(
+    query: QuantizedQK,
+    value: torch.Tensor | None = None,
+    /,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    pv: str = "auto",
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def int8_attention(
+    query: torch.Tensor | QuantizedQK,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -110,11 +144,29 @@ def int8_attention(
     precision: "auto", where keys share scales; or "high", a scale for each key.  On N(0, 1) the error is at most
     0.0125, with precision="high" 0.0100, with pv="fp8" 0.045.
     NaN or +inf in the mask gives NaN in the rows that see it.
+    A QuantizedQK takes the place of query and key: int8_attention(quantized, value). Its mask, scale and precision
+    hold; what is given besides must be the same, or ValueError says what was expected.
     SDPA_ROUTER=0 in the environment changes nothing here. Raises UnsupportedError with every reason before anything
     runs, ValueError for buffers that don't fit and TypeError for those that are no tensors.
 
     >>> out, lse = int8_attention(query, key, value, key_bias[None, None, None, :], return_lse=True)
     """
+    if isinstance(query, QuantizedQK):
+        return attend(
+            query,
+            key if value is None else value,
+            attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            return_lse=return_lse,
+            pv=pv,
+            out=out,
+            lse=lse,
+        )
+    if key is None or value is None:
+        raise TypeError(
+            f"{'key' if key is None else 'value'} is None; accepted: a tensor, unless query is a QuantizedQK"
+        )
     call = Call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     if not answered_before(call, pv, precision):
         codes = [reason.code.value for reason in kernel_against(call, pv, precision)]

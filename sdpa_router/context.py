@@ -126,6 +126,7 @@ def enable(
     precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
+    fuse_qk: bool = False,
 ) -> None:
     """Run the forward of `module` inside route() with these settings; other modules stay as they are.
 
@@ -133,7 +134,9 @@ def enable(
     match `include`, by default in all of `module`; inside of those that match `exclude` torch answers ("skipped").
     Enabling again replaces settings and choice. A deep copy of the module is enabled too, by itself. A copy.copy runs
     the module's own forward, enabled or not, until enable() or disable() is called on the copy. To pickle an enabled
-    module its skip must be a named function of some module, not a lambda. Raises TypeError for anything but a
+    module its skip must be a named function of some module, not a lambda.
+    fuse_qk: let diffusers' Wan and Flux blocks norm, rotate and quantise query and key in one pass where a call is
+    routed; the log says which blocks don't match, and why. Raises TypeError for anything but a
     torch.nn.Module with a plain forward, ValueError for a pattern that matches nothing, and for a module that can't
     attend, such as one of linear layers, or where Python doesn't see it, as in TorchScript.
 
@@ -159,6 +162,7 @@ def enable(
     # Last those that are off: one module may have two names, and an exclusion wins.
     for path in sorted(wrapped, key=lambda path: wrapped[path] == "off"):
         _wrap(module.get_submodule(path), names[wrapped[path]], path)
+    _fuse_qk(module, fuse_qk, log)
 
 
 def disable(module: torch.nn.Module) -> None:
@@ -170,6 +174,17 @@ def disable(module: torch.nn.Module) -> None:
     check_module("disable", module)
     for path, scope in _scopes_set_by(module):
         _unwrap(module.get_submodule(path), scope)
+    _fuse_qk(module, False, False)
+
+
+def _fuse_qk(module: torch.nn.Module, on: bool, log: bool) -> None:
+    """Put the fused attention processors into `module`, or take them out."""
+    from .integrations import diffusers_fused
+
+    if on:
+        diffusers_fused.fuse(module, log)
+    else:
+        diffusers_fused.unfuse(module)
 
 
 @contextlib.contextmanager

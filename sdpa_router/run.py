@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from .decide import Call
 from .kernels.int8_attention import op as _op  # registers the operators
+from .kernels.int8_attention.configs import describable
 from .mask import key_view
+
+if TYPE_CHECKING:
+    from .qk import QuantizedQK
 
 Attention = Callable[..., torch.Tensor]
 
@@ -52,6 +57,41 @@ def int8_into(call: Call, pv: str, precision: str, out: torch.Tensor, lse: torch
     if not torch.compiler.is_compiling():
         # So that autograd notices where it had saved a buffer; a graph that writes to one does this by itself.
         torch.autograd.graph.increment_version([buffer for buffer in (out, lse) if buffer is not None])
+
+
+def quantized_into(
+    quantized: QuantizedQK, value: torch.Tensor | None, is_causal: bool, out: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """Let the int8 kernel answer a query and key that are quantised in its layout; value: None for its own."""
+    from .kernels.int8_attention.forward import attention
+    from .kernels.int8_attention.quantize import Quantized
+
+    prepared = quantized.prepared
+    assert prepared is not None
+    config, key_scale = prepared.config, quantized.key_scale
+    parts = Quantized(
+        quantized.query,
+        quantized.query_scale,
+        quantized.key,
+        key_scale.unflatten(2, (-1, 4)) if quantized.layout.key.scales == 4 else key_scale,
+        prepared.bias,
+        prepared.anchor,
+        quantized.lse_term,
+        prepared.key_norm,
+        prepared.live,
+        kv_len=quantized.kv_len,
+    )
+    if value is not None and config.tma and not describable(value):
+        value = value.contiguous()
+    values = quantized.value if value is None else value
+    assert values is not None
+    attention(parts, values, config, is_causal=is_causal, out=out, lse=lse)
+    torch.autograd.graph.increment_version([buffer for buffer in (out, lse) if buffer is not None])
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """Return what Triton raises where it can't compile a kernel."""
+    return _op._compile_errors()
 
 
 def empty_outputs(query: torch.Tensor, *, lse: bool) -> tuple[torch.Tensor, torch.Tensor]:

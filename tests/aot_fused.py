@@ -1,0 +1,88 @@
+"""Compile the fused quantisation kernels for one target without a GPU and print what the machine code holds.
+
+Run as a program, in a process of its own: `python aot_fused.py sm_90`. TRITON_INTERPRET must be off there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+
+import aot_compile
+from aot_compile import HEAD_DIMS, facts, integers, target_of
+
+from sdpa_router.kernels.int8_attention import fused
+from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for, padded_head_dim
+
+aot_compile.STRIDES += "s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
+POINTERS = dict.fromkeys("W W2 COS SIN RSTD SHIFT BIAS SCALE NORMS LSE_TERM SQUARES".split(), "*fp32")
+POINTERS |= dict.fromkeys("X X2 K K2 ROTATION".split(), "*bf16") | {"Y": "*i8", "W": "*bf16", "W2": "*bf16"}
+SCALARS = dict.fromkeys("eps factor lse_factor".split(), "fp32") | integers(
+    "L N NP split heads group bias_rows s_b s_h s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl s_cj s_bias_b s_bias_h"
+)
+Variant = tuple[str, object, dict, dict, dict]
+
+
+def modes(head_dim: int) -> Iterator[tuple[str, dict]]:
+    """What models do: norm a head or across heads, pairs interleaved or halves, one segment or two, a key mask."""
+    flags = {
+        "R": head_dim, "HALVES": False, "NORM": True, "ACROSS": False, "HAS_WEIGHT": True, "TWO": False,
+        "HAS_BIAS": False, "RSTD": None, "s_cj": 1,
+    }  # fmt: skip
+    yield "head interleaved", flags
+    if head_dim == 128:
+        yield "across", flags | {"ACROSS": True}
+        yield "halves masked", flags | {"HALVES": True, "HAS_BIAS": True}
+        yield "two segments", flags | {"TWO": True}
+        yield "doubled angles", flags | {"s_cj": 2}
+        yield "rope alone", flags | {"NORM": False, "HAS_WEIGHT": False}
+        yield "norm alone", flags | {"R": 0}
+
+
+def variants(arch: int | str) -> Iterator[Variant]:
+    types = POINTERS | SCALARS
+    for head_dim in HEAD_DIMS:
+        padded = padded_head_dim(head_dim)
+        shared = {"D": head_dim, "DP": padded, "B": min(padded, 128), "UPCAST": False, "PER_HEAD": False}
+        config = HOPPER_GLUON[padded] if arch == 90 else config_for(arch, head_dim)
+        for (mode, flags), is_key in itertools.product(modes(head_dim), (False, True)):
+            tile = fused.tile_of(is_key, padded, config)
+            constants = shared | flags | {
+                "ROWS": tile.rows, "HEADS": tile.heads, "STAGES": tile.num_stages, "IS_KEY": is_key,
+                "SCALES": 4 if config.gluon and is_key else 1, "HAS_NORM": config.gluon and is_key,
+                "HAS_LSE": mode == "across" and not is_key, "EVEN": not flags["HAS_BIAS"],
+                "HAS_BIAS": flags["HAS_BIAS"] and is_key,
+            }  # fmt: skip
+            if flags["ACROSS"] and is_key:
+                del constants["RSTD"]
+            side = "key" if is_key else "query"
+            yield (
+                f"{side} D{head_dim} {mode}",
+                fused._rms_rope_quantize,
+                types,
+                constants,
+                {"num_warps": tile.num_warps},
+            )
+        for mode, flags in modes(head_dim):
+            constants = shared | flags | {"ROWS": fused.sample_rows(padded)}
+            yield f"shift D{head_dim} {mode}", fused._rope_key_shift, types, constants, {"num_warps": 8}
+        constants = {"D": head_dim, "DP": padded, "ROWS": 32, "TWO": True}
+        yield f"row rms D{head_dim}", fused._row_rms, types, constants, {"num_warps": 4}
+    constants = {"D": 128, "ROWS": 128, "HAS_LSE": True}
+    yield "finish scales", fused._finish_scales, types, constants, {"num_warps": 4}
+
+
+def main() -> None:
+    target, arch = target_of(sys.argv[1])
+    wanted = sys.argv[2] if len(sys.argv) > 2 else ""
+    for name, kernel, types, constants, options in variants(arch):
+        if wanted in name:
+            known = {k: v for k, v in constants.items() if k in kernel.arg_names}
+            compiled = aot_compile.compile_variant(kernel, types, known, options, target)
+            print(json.dumps(facts(name, compiled, target)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Fused norm, RoPE and quantisation against diffusers' own Wan, Flux and Qwen-Image blocks; enable(fuse_qk=True)."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from diffusers.models.attention_processor import Attention
+from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_wan
+
+import sdpa_router
+from sdpa_router import disable, enable, int8_attention, record, rms_rope_quantize
+from sdpa_router.integrations.diffusers_fused import FusedFlux, FusedWan, fuse
+from sdpa_router.testing import relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BUDGET = 0.0135
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    sdpa_router.reset_stats()
+    with torch.no_grad():
+        yield
+
+
+def with_weights(module):
+    for name, parameter in module.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+    return module.to(DEVICE)
+
+
+def wan(**options):
+    """A Wan attention, hidden states and angles of 3 x 4 x 8 patches."""
+    processor = transformer_wan.WanAttnProcessor()
+    block = with_weights(transformer_wan.WanAttention(96, heads=3, dim_head=32, processor=processor, **options))
+    rope = transformer_wan.WanRotaryPosEmbed(32, (1, 2, 2), 64)
+    angles = tuple(t.to(DEVICE) for t in rope(torch.zeros(1, 4, 3, 8, 16)))
+    return block, {"hidden_states": torch.randn(2, 96, 96, device=DEVICE), "rotary_emb": angles}
+
+
+def flux(joint):
+    """A Flux attention of a double-stream (joint) or of a single-stream block."""
+    block = transformer_flux.FluxAttention(
+        query_dim=64, heads=2, dim_head=32, out_dim=64, bias=True, eps=1e-6, context_pre_only=False, pre_only=not joint,
+        added_kv_proj_dim=64 if joint else None, processor=transformer_flux.FluxAttnProcessor(),
+    )  # fmt: skip
+    ids = torch.randint(0, 20, (130, 3)).float()
+    angles = tuple(t.to(DEVICE) for t in transformer_flux.FluxPosEmbed(10000, [8, 12, 12])(ids))
+    image, text = torch.randn(2, 100 if joint else 130, 64, device=DEVICE), torch.randn(2, 30, 64, device=DEVICE)
+    inputs = {"hidden_states": image, "image_rotary_emb": angles}
+    return with_weights(block), inputs | ({"encoder_hidden_states": text} if joint else {})
+
+
+def cast(inputs, dtype):
+    hidden = ("hidden_states", "encoder_hidden_states")
+    return {name: value.to(dtype) if name in hidden else value for name, value in inputs.items()}
+
+
+def outputs(answer):
+    return answer if isinstance(answer, tuple) else (answer,)
+
+
+def exact_and_half(block, inputs):
+    """The block's own answer in float64, the block in float16, and its inputs."""
+    exact = outputs(copy.deepcopy(block).double()(**cast(inputs, torch.float64)))
+    return exact, block.half(), cast(inputs, torch.float16)
+
+
+CASES = {"wan": wan, "flux joint": lambda: flux(True), "flux single": lambda: flux(False)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fused_block_answers_as_its_own_in_float64(case):
+    exact, block, inputs = exact_and_half(*CASES[case]())
+    native = outputs(block(**inputs))
+    enable(block, min_kv=0, fuse_qk=True)
+    assert isinstance(block.processor, FusedWan if case == "wan" else FusedFlux)
+    with record() as seen:
+        fused = outputs(block(**inputs))
+    assert [(r["backend"], r["count"]) for r in seen.records] == [("int8", 1)]
+    for wanted, plain, got in zip(exact, native, fused, strict=True):
+        assert relative_error(got, wanted) < BUDGET
+        assert not torch.equal(got, plain)
+        assert got.shape == plain.shape
+    disable(block)
+    assert all(torch.equal(a, b) for a, b in zip(outputs(block(**inputs)), native, strict=True))
+
+
+def test_text_cross_attention_of_wan_has_a_norm_and_no_rope():
+    block, inputs = wan(cross_attention_dim_head=32)
+    del inputs["rotary_emb"]
+    inputs["encoder_hidden_states"] = torch.randn(2, 40, 96, device=DEVICE)
+    inputs["attention_mask"] = torch.rand(2, 1, 1, 40, device=DEVICE) > 0.3
+    exact, block, inputs = exact_and_half(block, inputs)
+    enable(block, min_kv=0, fuse_qk=True)
+    with record() as seen:
+        assert relative_error(block(**inputs), exact[0]) < BUDGET
+    assert [r["backend"] for r in seen.records] == ["int8"]
+
+
+def test_the_norms_and_angles_of_qwen_image(monkeypatch):
+    """Its joint attention: text before image, norms of each, complex angles, a mask with padding in the middle."""
+    block = Attention(
+        query_dim=64, cross_attention_dim=None, added_kv_proj_dim=64, dim_head=32, heads=2, out_dim=64, bias=True,
+        context_pre_only=False, processor=transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0(), qk_norm="rms_norm",
+        eps=1e-6,
+    )  # fmt: skip
+    block = with_weights(block).half()
+    image, text = (torch.randn(1, n, 64, device=DEVICE).half() for n in (100, 30))
+    turn = [torch.rand(n, 16, device=DEVICE) * 6.3 for n in (100, 30)]
+    angles = tuple(torch.polar(torch.ones_like(t), t) for t in turn)
+    keep = torch.arange(30, device=DEVICE)[None] < 21
+    caught = {}
+
+    def attend(query, key, value, attn_mask=None, **_):
+        caught.update(query=query, key=key, value=value, mask=attn_mask)
+        return query
+
+    monkeypatch.setattr(transformer_qwenimage, "dispatch_attention_fn", attend)
+    block(image, encoder_hidden_states=text, encoder_hidden_states_mask=keep, image_rotary_emb=angles)
+    query, key, value = (caught[name].transpose(1, 2) for name in ("query", "key", "value"))
+    mask = caught["mask"]
+
+    heads = {"image": image, "text": text}
+    layers = {"image": (block.to_q, block.to_k), "text": (block.add_q_proj, block.add_k_proj)}
+    q, k = (
+        tuple(layers[s][i](heads[s]).unflatten(2, (2, 32)).transpose(1, 2) for s in ("text", "image")) for i in (0, 1)
+    )
+    table = torch.cat(angles[::-1])
+    quantized = rms_rope_quantize(
+        q, k, (block.norm_added_q.weight, block.norm_q.weight), (block.norm_added_k.weight, block.norm_k.weight),
+        table.real, table.imag, interleaved=True, eps=1e-6, attn_mask=mask,
+    )  # fmt: skip
+    out = int8_attention(quantized, value)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query.double(), key.double(), value.double(), mask)
+    assert relative_error(out, wanted) < BUDGET
+
+
+def test_blocks_that_do_not_match_stay_and_say_why(caplog):
+    odd = torch.nn.ModuleDict(
+        {"wan": wan()[0], "image": wan(added_kv_proj_dim=96)[0], "eps": flux(False)[0], "fused": wan()[0]}
+    )
+    odd["eps"].norm_k.eps = 1e-3
+    odd["fused"].fuse_projections()
+    odd["other"] = Attention(query_dim=64, heads=2, dim_head=32)
+    with caplog.at_level(logging.INFO, "sdpa_router.dispatch"):
+        found = fuse(odd)
+    assert found.pop("wan") is None
+    assert {name: reason.split()[0] for name, reason in found.items()} == {
+        "image": "it", "eps": "norm_k's", "fused": "its", "other": "Attention",
+    }  # fmt: skip
+    assert "add_k_proj" in found["image"]
+    assert all(f"fuse_qk leaves {name} as it is: {reason}" in caplog.text for name, reason in found.items())
+    assert not isinstance(odd["image"].processor, FusedWan)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "sdpa_router.dispatch"):
+        assert fuse(torch.nn.Linear(2, 2)) == {}
+    assert "found no attention block" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"), [({"min_kv": 1000}, "short"), ({"skip": lambda call: True, "min_kv": 0}, "skipped")]
+)
+def test_what_is_not_routed_takes_the_plain_path(settings, reason):
+    block, inputs = wan()
+    block, inputs = block.half(), cast(inputs, torch.float16)
+    native = block(**inputs)
+    enable(block, fuse_qk=True, **settings)
+    with record() as seen:
+        assert torch.equal(block(**inputs), native)
+    assert [(r["backend"], r["reasons"], r["count"]) for r in seen.records] == [("sdpa", [reason], 1)]
+
+
+def test_outside_of_the_enabled_module_and_where_others_decide_it_is_plain():
+    block, inputs = wan()
+    block, inputs = block.half(), cast(inputs, torch.float16)
+    native = block(**inputs)
+    fuse(block)
+    assert torch.equal(block(**inputs), native)  # no settings hold here
+    enable(block, min_kv=0, fuse_qk=True)
+    block.processor._attention_backend = "native"  # as set_attention_backend() does
+    assert block.processor.plain._attention_backend == "native"
+    block.processor._attention_backend = None
+    with torch.enable_grad():
+        block(**inputs).sum().backward()
+    assert block.to_q.weight.grad is not None
+    enable(block, min_kv=0)
+    assert type(block.processor).__name__ == "WanAttnProcessor"
+
+
+def test_copies_and_pickles_keep_the_processor():
+    block, inputs = wan()
+    block, inputs = block.half(), cast(inputs, torch.float16)
+    enable(block, min_kv=0, fuse_qk=True)
+    out = block(**inputs)
+    for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert isinstance(twin.processor, FusedWan)
+        assert torch.equal(twin(**inputs), out)
