@@ -2,6 +2,7 @@
 
 from .api import explain, int8_attention, is_available, scaled_dot_product_attention
 from .audit import Audit, audit
+from .backends.base import Backend, BackendLimits, register_backend, unregister_backend
 from .context import disable, enable, route
 from .decide import Call
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route, UnsupportedError
@@ -14,6 +15,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Audit",
+    "Backend",
+    "BackendLimits",
     "Call",
     "Code",
     "Decision",
@@ -32,8 +35,10 @@ __all__ = [
     "is_available",
     "merge_attention",
     "record",
+    "register_backend",
     "reset_stats",
     "route",
     "scaled_dot_product_attention",
     "stats",
+    "unregister_backend",
 ]
