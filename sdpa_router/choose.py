@@ -29,7 +29,8 @@ def choose(call: Call, settings: Settings, refused: Refused | None = None) -> De
         return decide(call, settings)
     names = candidates() if settings.backends == FASTEST else _before_torch(settings)
     unwanted = tuple(not_wanted(call, settings))
-    table = table_for(call.query.device) if is_regular(call) else None
+    by_cost = settings.backends == FASTEST or settings.max_error is not None
+    table = table_for(call.query.device) if by_cost and is_regular(call) else None
     verdicts: Verdicts = {}
     for name in names:
         reasons = unwanted + _against(name, call, settings, table) + (refused or {}).get(name, ())

@@ -273,8 +273,9 @@ def _totals(counted: list[tuple[Sighting, int]]) -> dict[str, Any]:
     routes = {Route.INT8.value: 0, Route.SDPA.value: 0}
     reasons: Counter[str] = Counter()
     for (route, codes), count in calls.items():
-        routes[route] = routes.get(route, 0) + count
-        reasons.update(dict.fromkeys(codes, count) if count else {})
+        if count:
+            routes[route] = routes.get(route, 0) + count
+            reasons.update(dict.fromkeys(codes, count))
     return {"calls": sum(routes.values()), "routes": routes, "reasons": dict(reasons)}
 
 

@@ -19,6 +19,7 @@ _MIN_CAPABILITY = (7, 5)
 _MIN_DRIVER = 13000  # its CUDA version, as 1000 major + 10 minor
 # Heads of these sizes are read in place, by rows of 4 elements; others are padded into a copy.
 _IN_PLACE = (64, 128, 256)
+_ABSORBS = 2.0**24
 
 
 def _found() -> EntryPoint:
@@ -51,24 +52,26 @@ def _reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
         yield from uneven_strides(call, 4)
 
 
-def _anchored(mask: torch.Tensor) -> torch.Tensor:
+def _anchored(query: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Move a bias so that its largest value in a row is 0: comfy-kitchen answers 0 where all are under -34657.
 
-    Softmax doesn't see it. A row that is -inf everywhere stays so.
+    Softmax doesn't see it, and a row that is -inf everywhere stays so. From 2**24 on a bias absorbs the scores, as in
+    float32: there the query is set to 0. Returns (query, mask).
     """
     bias = key_view(mask)
     if bias.dtype == torch.bool:
-        return bias
+        return query, bias
     bias = bias.float()
     largest = bias.amax(dim=-1, keepdim=True)
-    return bias - largest.masked_fill(largest == -float("inf"), 0)
+    anchored = bias - largest.masked_fill(largest == -float("inf"), 0)
+    return query * (largest.abs() < _ABSORBS).to(query.dtype), anchored
 
 
 def _run(call: Call, settings: Settings, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
     function = _found().function
     assert function is not None
-    mask = None if call.attn_mask is None else _anchored(call.attn_mask)
-    out: torch.Tensor = function(call.query, call.key, call.value, scale=softmax_scale(call), attn_mask=mask)
+    query, mask = (call.query, None) if call.attn_mask is None else _anchored(call.query, call.attn_mask)
+    out: torch.Tensor = function(query, call.key, call.value, scale=softmax_scale(call), attn_mask=mask)
     return out
 
 

@@ -6,6 +6,7 @@ passed. The masks of 2.2 add the bias in base 2 and turn NaN where the first til
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -67,27 +68,33 @@ def _reasons_now(call: Call) -> Iterator[Reason]:
 
 def _run(call: Call, settings: Settings, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
     query, key, value = call.query, call.key, call.value
-    device = query.device
     options: dict[str, object] = {"is_causal": call.is_causal, "sm_scale": softmax_scale(call)}
     if "smooth_k" in _found().parameters:
         # It would subtract the mean from its caller's keys.
         key = key - key.mean(dim=2, keepdim=True)
         options["smooth_k"] = False
     factor: torch.Tensor | None = None
-    if _is_first() or torch.cuda.get_device_capability(device) < (8, 9):
+    if _is_first() or torch.cuda.get_device_capability(query.device) < (8, 9):
         factor = value.abs().amax(dim=(2, 3), keepdim=True).float().clamp(min=1e-30) / _LARGEST_VALUE
         value = (value / factor).to(value.dtype)
-    before = torch.cuda.current_device() if device.type == "cuda" else None
-    try:
-        with torch.cuda.device_of(query):
-            out = _call(query, key, value, options)
-    finally:
-        if before is not None and torch.cuda.current_device() != before:
-            torch.cuda.set_device(before)
+    with _current_device_kept(query):
+        out = _call(query, key, value, options)
     if factor is None:
         return out
     repeated = factor.repeat_interleave(out.shape[1] // factor.shape[1], dim=1)
     return (out * repeated).to(out.dtype)
+
+
+@contextlib.contextmanager
+def _current_device_kept(query: torch.Tensor) -> Iterator[None]:
+    """Be on the query's device meanwhile, where SageAttention 1 launches; 2 stays on it for good."""
+    before = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    try:
+        with torch.cuda.device_of(query):
+            yield
+    finally:
+        if before >= 0 and torch.cuda.current_device() != before:
+            torch.cuda.set_device(before)
 
 
 def _call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, object]) -> torch.Tensor:
