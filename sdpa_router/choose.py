@@ -16,6 +16,8 @@ from .settings import FASTEST, Settings
 
 __all__ = ["choose"]
 
+# So much closer estimates are no difference, and torch rounds least.
+_TIE = 1.02
 Refused = Mapping[str, tuple[Reason, ...]]
 Verdicts = dict[str, tuple[Reason, ...]]
 
@@ -94,6 +96,8 @@ def _fastest(call: Call, settings: Settings, verdicts: Verdicts, table: Table | 
         usable.remove("int8")
     times = {name: known[name] for name in (*usable, TORCH) if name in known}
     best = min(times, key=lambda name: times[name])
+    if times[TORCH] <= times[best] * _TIE:
+        best = TORCH
     for name in usable:
         if name not in times:
             verdicts[name] = (Reason(Code.NOT_MEASURED, f"{name} near this size", ", ".join(times)),)
@@ -116,9 +120,7 @@ def _ms(value: float) -> str:
     return f"{value:.3g} ms"
 
 
-def _decision(
-    call: Call, name: str, verdicts: Verdicts, estimates: tuple[tuple[str, float], ...] = ()
-) -> Decision:
+def _decision(call: Call, name: str, verdicts: Verdicts, estimates: tuple[tuple[str, float], ...] = ()) -> Decision:
     passed = tuple((other, reasons) for other, reasons in verdicts.items() if other != name)
     reasons = tuple(reason for _, others in passed for reason in others)
     route = {"int8": Route.INT8, TORCH: Route.SDPA}.get(name, Route.PEER)

@@ -240,7 +240,7 @@ class Code(_Text):
     )
     SLOWER = (
         "slower",
-        "estimated to take {given}; the fastest is {accepted}",
+        "estimated to take {given}; the choice is {accepted}",
         "None needed: a faster backend answers.",
     )
     ERROR_CLASS = (

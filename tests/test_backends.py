@@ -202,7 +202,7 @@ def test_reasons_of_now_are_asked_at_every_call(registered):
     registered(mine(now=lambda call: iter([Reason(Code.STREAM, "another", "the default")] if busy else [])))
     tensors = draw()
     with route(backends=("mine",)):
-        for busy[:] in ([], [1], [1], []):  # noqa: B007
+        for busy[:] in ([], [1], [1], []):
             F.scaled_dot_product_attention(*tensors)
     assert stats()["routes"] == {"int8": 0, "sdpa": 2, "mine": 2}
     assert stats()["reasons"] == {"stream": 2}

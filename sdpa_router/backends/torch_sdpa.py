@@ -54,9 +54,7 @@ def _usable(chosen: SDPBackend, call: Call) -> bool:
     return bool(getattr(torch.backends.cuda, _CAN_USE[chosen])(params, False))
 
 
-def _run(
-    chosen: SDPBackend, call: Call, settings: Settings, attention: Callable[..., torch.Tensor]
-) -> torch.Tensor:
+def _run(chosen: SDPBackend, call: Call, settings: Settings, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
     # The choice is one of the process, so the others stay allowed for what other threads do meanwhile.
     order = [chosen, *(backend for backend in _ALL if backend is not chosen)]
     with sdpa_kernel(order, set_priority=True):
