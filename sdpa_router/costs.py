@@ -28,6 +28,7 @@ _SHIPPED = {"NVIDIA H200": Path(__file__).with_name("costs_nvidia_h200.json")}
 _PACKAGES = ("torch", "triton", "sdpa-router", "comfy-kitchen", "sageattention", "fa3-fwd")
 # Octaves from a measured call, in rows or keys, up to which its time says something about another.
 _REACH = 2.0
+_SLOPE_PENALTY = 1e-3
 # Square calls of this many heads stand for all where a crossover is looked for, by half octaves.
 _HEADS = 24
 _LENGTHS = tuple(round(2 ** (n / 2)) for n in range(16, 31))
@@ -82,36 +83,32 @@ class Table:
     def estimate(self, size: Size) -> dict[str, float]:
         """Return estimated milliseconds by backend, of those that were measured near this size.
 
-        Seconds an operation are averaged in the logarithm over measured calls of this kind, weighted by the inverse
-        fourth power of their distance in octaves; a measured size gives what was measured. Larger calls than the
-        largest measured one are as efficient as that. A head_dim in between counts as the next measured one.
+        The logarithm of the time of an operation is taken to be linear in the logarithms of rows and keys around the
+        call: a fit to the measured calls of this kind, weighted by the inverse fourth power of their distance, within
+        their range. A measured size gives what was measured. Larger calls than the largest measured one are as
+        efficient as that. A head_dim in between counts as the next measured one.
         """
-        near = self._near(size)
-        totals: dict[str, tuple[float, float]] = {}
-        for distance, point in near:
-            weight = 1.0 / max(distance, 1e-6) ** 4
+        place, near = self._near(size)
+        fits: dict[str, list[_Weighed]] = {}
+        for point in near:
+            apart = point.size.place[0] - place[0], point.size.place[1] - place[1]
             for name, ms in point.ms.items():
-                total, weights = totals.get(name, (0.0, 0.0))
-                totals[name] = total + weight * math.log(ms / point.size.operations), weights + weight
-        head_dim = near[0][1].size.head_dim if near else size.head_dim
+                fits.setdefault(name, []).append(_Weighed(*apart, math.log(ms / point.size.operations)))
+        head_dim = near[0].size.head_dim if near else size.head_dim
         operations = size._replace(head_dim=head_dim).operations
-        return {name: math.exp(total / weights) * operations for name, (total, weights) in totals.items()}
+        return {name: math.exp(_value_at_origin(fit)) * operations for name, fit in fits.items()}
 
-    def _near(self, size: Size) -> list[tuple[float, Point]]:
+    def _near(self, size: Size) -> tuple[tuple[float, float], list[Point]]:
+        """Return the place of a call, moved down to the largest measured ones, and the measured calls in reach."""
         alike = [p for p in self.points if (p.size.mask, p.size.is_causal) == (size.mask, size.is_causal)]
         head_dim = min((p.size.head_dim for p in alike if p.size.head_dim >= size.head_dim), default=None)
         alike = [p for p in alike if p.size.head_dim == head_dim]
-        if not alike:
-            return []
-        places = [p.size.place for p in alike]
-        # Beyond the largest calls that were measured efficiency stays.
-        place = [min(own, max(axis)) for own, axis in zip(size.place, zip(*places, strict=True), strict=True)]
-        near = []
-        for (rows, keys), point in zip(places, alike, strict=True):
-            apart = abs(rows - place[0]), abs(keys - place[1])
-            if max(apart) <= _REACH:
-                near.append((math.hypot(*apart), point))
-        return near
+        rows, keys = size.place
+        if alike:
+            rows = min(rows, max(p.size.place[0] for p in alike))
+            keys = min(keys, max(p.size.place[1] for p in alike))
+        near = [p for p in alike if max(abs(p.size.place[0] - rows), abs(p.size.place[1] - keys)) <= _REACH]
+        return (rows, keys), near
 
     def crossover(self, head_dim: int) -> Crossover | None:
         """Return from how many queries and keys on int8 is not slower than torch; None if that was not measured."""
@@ -139,6 +136,41 @@ class Table:
         points = [{**point.size._asdict(), "ms": dict(point.ms)} for point in self.points]
         errors = {name: dict(kinds) for name, kinds in self.errors.items()}
         return {"format": FORMAT, "facts": dict(self.facts), "errors": errors, "points": points}
+
+
+class _Weighed(NamedTuple):
+    """A measured value and how many octaves away it was measured."""
+
+    rows: float
+    keys: float
+    value: float
+
+    @property
+    def weight(self) -> float:
+        return 1.0 / max(math.hypot(self.rows, self.keys), 1e-6) ** 4
+
+
+def _value_at_origin(points: list[_Weighed]) -> float:
+    """Return the weighted least-squares plane through `points` at the origin, within their range.
+
+    Slopes are held a little towards 0, so that points on a line, such as square calls, have an answer.
+    """
+    sums = [[0.0] * 4 for _ in range(3)]
+    total = sum(point.weight for point in points)
+    for point in points:
+        terms = (1.0, point.rows, point.keys, point.value)
+        for row in range(3):
+            for column in range(4):
+                sums[row][column] += point.weight / total * terms[row] * terms[column]
+    for slope in (1, 2):
+        sums[slope][slope] += _SLOPE_PENALTY * (1e-9 + sums[slope][slope])
+    for pivot in (2, 1):  # eliminate the slopes, the intercept is left
+        for row in range(pivot):
+            factor = sums[row][pivot] / sums[pivot][pivot]
+            for column in range(4):
+                sums[row][column] -= factor * sums[pivot][column]
+    values = [point.value for point in points]
+    return min(max(sums[0][3] / sums[0][0], min(values)), max(values))
 
 
 def read_table(path: Path) -> Table:

@@ -111,7 +111,7 @@ def test_the_default_decides_as_ever():
     ],
 )
 def test_settings_that_do_not_exist(settings, error):
-    ((name, value),) = settings.items()
+    (name,) = settings
     with pytest.raises(error, match=f"{name} is "):
         Settings(**settings)
     assert Settings(backends=["int8"]).backends == ("int8",)
