@@ -140,11 +140,8 @@ def sight(key: Hashable, call: Call, decision: Decision, settings: Settings, pha
 def judge_anew() -> None:
     """Forget the decisions and keep their counts in the totals."""
     with _lock:
-        counted = [(sighting, sighting.count) for sighting in known.values()]
-        for sighting, count in counted:
-            _folded[sighting.outcome] += count
-        if counts := _counts(counted):
-            _write_json({"event": "counts", "pid": os.getpid(), "counts": counts})
+        for sighting in known.values():
+            _folded[sighting.outcome] += sighting.count
         _forget()
 
 
@@ -158,6 +155,8 @@ def reset_stats() -> None:
 def _forget() -> None:
     for recording in _open:
         recording.keep()
+    if counts := _counts([(sighting, sighting.count) for sighting in known.values()]):
+        _write_json({"event": "counts", "pid": os.getpid(), "counts": counts})
     known.clear()
     recent.clear()
     answered.clear()

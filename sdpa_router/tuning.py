@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from sdpa_router.costs import Table, write_table
 from sdpa_router.terminal import number, show, table
