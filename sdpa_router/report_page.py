@@ -30,7 +30,8 @@ code { font: .86em ui-monospace, monospace; } .who { font-weight: 600; } .who.ye
 .times { display: grid; grid-template-columns: minmax(4.5rem, auto) auto; gap: 0 .6rem; justify-content: start;
   font-variant-numeric: tabular-nums; font-size: .85rem; } .times .best { font-weight: 600; }
 @media (min-width: 821px) { .who-column { width: 22%; } .ms-column { width: 11rem; } .mask-column { width: 5.5rem; } }
-details summary { cursor: pointer; color: var(--soft); font-size: .85rem; } ul { margin: .3rem 0; padding-left: 1.1rem; }
+details summary { cursor: pointer; color: var(--soft); font-size: .85rem; }
+ul { margin: .3rem 0; padding-left: 1.1rem; }
 @media (max-width: 820px) { thead { display: none; } table, tbody, tr, td { display: block; width: 100%; }
   tr { border-bottom: 1px solid var(--line); padding: .6rem 0; } td { border: 0; padding: .15rem 0; }
   td.n, th.n { text-align: left; } td[data-name]::before { content: attr(data-name) ": "; color: var(--soft); } }

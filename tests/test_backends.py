@@ -460,6 +460,17 @@ def test_comfy_wants_a_driver_and_its_extension(kitchen, monkeypatch):
     assert codes("comfy", *draw()) == [Code.PACKAGE]
 
 
+def test_where_the_driver_can_not_be_asked_nothing_is_said(kitchen, monkeypatch):
+    def nothing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(comfy.ctypes, "CDLL", nothing)
+    comfy._driver.cache_clear()
+    assert comfy._driver() is None
+    comfy._driver.cache_clear()
+
+
 def test_comfy_output_lies_as_the_query(kitchen):
     query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw())
     out = through("comfy", query, key, value)

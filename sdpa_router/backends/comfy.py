@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,7 +19,7 @@ from .peers import EntryPoint, entry_point, on_gpu, softmax_scale, uneven_stride
 LIMITS = BackendLimits(masks=(MaskKind.PER_KEY,), causal="none", positive_scale=True, blind=True, error=0.02)
 _NEEDS = ("q", "k", "v", "scale", "attn_mask")
 _MIN_CAPABILITY = (7, 5)
-_MIN_DRIVER = 13000  # its CUDA version, as 1000 major + 10 minor
+_MIN_DRIVER = 13000
 # Heads of these sizes are read in place, by rows of 4 elements; others are padded into a copy.
 _IN_PLACE = (64, 128, 256)
 _ABSORBS = 2.0**24
@@ -26,8 +29,16 @@ def _found() -> EntryPoint:
     return entry_point("comfy_kitchen", "int8_attention", _NEEDS)
 
 
-def _driver() -> int:
-    return int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+@functools.cache
+def _driver() -> int | None:
+    """Return the CUDA version of the driver as 1000 major + 10 minor, None where it can't be asked."""
+    version = ctypes.c_int()
+    try:
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        failed = library.cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value
 
 
 def _unavailable(device: torch.device) -> Reason | None:
@@ -36,8 +47,9 @@ def _unavailable(device: torch.device) -> Reason | None:
         return missing
     if _found().function is None:
         return Reason(Code.PACKAGE, _found().why, "comfy-kitchen with its CUDA extension")
-    if _driver() < _MIN_DRIVER:
-        return Reason(Code.DRIVER, f"{_driver() // 1000}.{_driver() % 1000 // 10}", "13.0 or newer")
+    driver = _driver()
+    if driver is not None and driver < _MIN_DRIVER:
+        return Reason(Code.DRIVER, f"{driver // 1000}.{driver % 1000 // 10}", "13.0 or newer")
     available = entry_point("comfy_kitchen", "int8_attention_is_available", ())
     if available.function is not None and not available.function(device):
         return Reason(Code.PACKAGE, "comfy_kitchen says that its extension does not run here", "one that does")
