@@ -277,7 +277,9 @@ def _name_of(
     max_error: float | None,
     on_error: str,
 ) -> str:
-    return intern(Settings(on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error))
+    return intern(
+        Settings(on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error)
+    )
 
 
 def _enter(name: str) -> None:

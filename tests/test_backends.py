@@ -241,7 +241,7 @@ def test_a_fallback_is_logged_once_and_stays(registered, caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "too large" in caplog.text
     assert stats()["routes"] == {"int8": 0, "sdpa": 3}
-    assert stats()["reasons"] == {"backend_failed": 3}
+    assert stats()["reasons"] == {Code.BACKEND_FAILED: 3}
     assert "OutOfMemoryError: too large for me" in stats()["signatures"][-1]["detail"]
 
 
