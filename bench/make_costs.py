@@ -1,8 +1,9 @@
 """Write the cost table that is shipped for a GPU: the grid of `sdpa-router tune`, then the measured calls of the bench.
 
-    python bench/make_costs.py --tuned costs-nvidia-h200-....json --device "NVIDIA H200"
+    python bench/make_costs.py [--tuned costs-nvidia-h200-....json] [--device "NVIDIA H200"]
 
-Of each call the last run counts that timed torch beside others, because times compare within one run only.
+Of each call the last run counts that timed torch beside others, because times compare within one run only. Errors are
+those of tune, or without it the worst that the bench saw of each kind of inputs.
 """
 
 from __future__ import annotations
@@ -40,14 +41,27 @@ def measured(rows: list[dict[str, Any]], device: str) -> dict[Size, Point]:
     return {size: point for size, (_, point) in points.items()}
 
 
+def errors_of(rows: list[dict[str, Any]], device: str) -> dict[str, dict[str, float]]:
+    """The worst error by backend and kind of inputs."""
+    errors: dict[str, dict[str, float]] = {}
+    for row in rows:
+        name = BACKENDS.get((row["impl"], row["pv"]))
+        if name and row["device"] == device and row["error"] is not None:
+            kinds = errors.setdefault(name, {})
+            kinds[row["inputs"]] = max(kinds.get(row["inputs"], 0.0), row["error"])
+    return errors
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tuned", type=Path, required=True, help="the file that `sdpa-router tune` wrote")
+    parser.add_argument("--tuned", type=Path, help="the file that `sdpa-router tune` wrote")
     parser.add_argument("--device", default="NVIDIA H200")
     parser.add_argument("--attention", type=Path, default=RESULTS / "attention.jsonl")
     options = parser.parse_args()
-    tuned = read_table(options.tuned)
     rows = [json.loads(line) for line in options.attention.read_text().splitlines()]
+    tuned = Table((), errors_of(rows, options.device), {"device": options.device})
+    if options.tuned:
+        tuned = read_table(options.tuned)
     points = {point.size: point for point in tuned.points} | measured(rows, options.device)
     table = Table(tuple(points.values()), tuned.errors, tuned.facts)
     out = PACKAGE / f"costs_{options.device.lower().replace(' ', '_')}.json"

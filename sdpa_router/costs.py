@@ -200,7 +200,12 @@ def _point(values: dict[str, Any]) -> Point:
 def facts_of(device: torch.device) -> dict[str, str]:
     """Return what a table is keyed by: GPU, driver and the versions of what is measured."""
     versions = {name: version for name in _PACKAGES if (version := _version(name))}
-    return {"device": torch.cuda.get_device_name(device), "driver": _driver(), **versions, "torch": torch.__version__}
+    return {
+        "device": torch.cuda.get_device_properties(device).name,
+        "driver": _driver(),
+        **versions,
+        "torch": torch.__version__,
+    }
 
 
 def _version(package: str) -> str | None:
@@ -253,14 +258,15 @@ def table_for(device: torch.device) -> Table | None:
     tuned = tuned_table(device)
     if tuned is not None or not torch.cuda.is_available():
         return tuned
-    return shipped_table(_device_name(device.index if device.type == "cuda" else None))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return shipped_table(torch.cuda.get_device_properties(index).name)
 
 
 def tuned_table(device: torch.device) -> Table | None:
     """Return the table that `sdpa-router tune` wrote for `device`, or None."""
     if not _any_tuned() or not torch.cuda.is_available():
         return None
-    return _tuned(device.index if device.type == "cuda" else None)
+    return _tuned(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
@@ -279,8 +285,8 @@ def _any_tuned() -> bool:
 
 
 @functools.cache
-def _tuned(index: int | None) -> Table | None:
-    path = table_path(facts_of(torch.device("cuda") if index is None else torch.device("cuda", index)))
+def _tuned(index: int) -> Table | None:
+    path = table_path(facts_of(torch.device("cuda", index)))
     try:
         return read_table(path)
     except FileNotFoundError:
@@ -290,14 +296,9 @@ def _tuned(index: int | None) -> Table | None:
         return None
 
 
-@functools.cache
-def _device_name(index: int | None) -> str:
-    return torch.cuda.get_device_name(index)
-
-
 def forget() -> None:
     """Read the tables anew when they are next needed, and judge calls anew."""
-    for cached in (_any_tuned, _tuned, _device_name):
+    for cached in (_any_tuned, _tuned):
         cached.cache_clear()
     from .record import judge_anew  # record imports decide, which imports this module
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sdpa_router import __version__
 from sdpa_router.backends.base import candidates, find_backend
@@ -88,7 +89,8 @@ def _device_facts(device: torch.device) -> dict[str, Any]:
 def backends() -> dict[str, str | None]:
     """Return why a usual call on the current device can't go to each backend, None for those it can go to."""
     device = _devices()[0]
-    sample = torch.empty(1, 1, 256, 128, dtype=torch.bfloat16, device=device)
+    with FakeTensorMode():
+        sample = torch.empty(1, 1, 256, 128, dtype=torch.bfloat16, device=device)
     call, settings = Call(sample, sample, sample), Settings(min_kv=0)
     return {name: _first(find_backend(name).reasons_against(call, settings)) for name in candidates()}
 

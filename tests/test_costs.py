@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ def cache(monkeypatch, tmp_path):
 def gpu(monkeypatch):
     """A GPU by name, with facts that a table can be keyed by."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(name="a GPU"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -188,7 +190,7 @@ def test_without_a_home_nothing_is_tuned(monkeypatch):
 
 def test_the_shipped_table_is_sound():
     shipped = costs.shipped_table("NVIDIA H200")
-    assert {"int8", "torch", "fa3", "comfy", "sage"} <= shipped.errors.keys()
+    assert {"int8", "torch", "fa3", "comfy"} <= shipped.errors.keys()
     assert costs.shipped_table("NVIDIA GeForce") is None
     h3 = shipped.estimate(Size(1, 56, 4096, 33600, 128, "key"))
     assert h3["int8"] < h3["torch"]
@@ -365,7 +367,6 @@ def test_tune_without_a_gpu_says_so(monkeypatch, capsys):
 
 
 def test_tune_writes_a_table_that_holds_from_then_on(monkeypatch, gpu, capsys):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(tune, "measure_errors", lambda device: {"int8": {"gaussian": 0.011}})
     monkeypatch.setattr(tune, "measure", lambda shape, device: {"torch": 2.0, "int8": 1.0})
