@@ -120,6 +120,7 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gqa", action="store_true", help="enable_gqa=True")
     add("--dropout", type=explaining.probability, default=0.0, metavar="P", help="dropout_p (default: 0)")
     add("--grad", action="store_true", help="query requires a gradient")
+    add("--backends", default="int8,torch", metavar="NAMES", help="in order of preference, with commas; or fastest")
     add("--json", action="store_true", help="print JSON")
 
 

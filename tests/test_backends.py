@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import sys
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdpa_router
-from sdpa_router import Backend, BackendLimits, Code, Reason, Route, Settings, explain, route, stats
+from sdpa_router import Backend, BackendLimits, Code, Reason, Route, Settings, cli, explain, route, stats
 from sdpa_router.backends import base, comfy, fa3, sage, torch_sdpa
 from sdpa_router.backends.peers import entry_point, on_gpu
 from sdpa_router.choose import choose
@@ -139,6 +140,20 @@ def test_max_error_leaves_out_rough_backends(monkeypatch):
     assert [reason.code for reason in decision.reasons] == [Code.ERROR_CLASS]
     assert "0.02" in str(decision)
     assert choose(Call(*tensors), Settings(backends=("comfy", "fa3"), max_error=0.02)).backend == "comfy"
+
+
+def test_the_command_explains_any_order(capsys):
+    shapes = ["--q", "1,24,4096,128", "--k", "1,24,512,128", "--mask", "full", "--json"]
+    assert cli.main(["explain", *shapes, "--backends", "comfy,fa3,torch"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["backend"] == "sdpa"
+    told = {name: [reason["code"] for reason in reasons] for name, reasons in found["passed_over"].items()}
+    assert told == {"comfy": ["full_mask", "mask_blind"], "fa3": ["mask"]}
+    assert cli.main(["explain", *shapes[:4], "--backends", "comfy,fa3,torch"]) == 0
+    assert capsys.readouterr().out.startswith("comfy (mask: none)")
+    with pytest.raises(SystemExit):
+        cli.main(["explain", *shapes, "--backends", "nobody"])
+    assert "accepted: 'fastest' or different names" in capsys.readouterr().err
 
 
 # --- third parties
