@@ -175,7 +175,7 @@ def smooth(batch: int, heads: int, q_len: int, kv_len: int, head_dim: int, **opt
     for rows, noise in zip(coarse, fine, strict=True):
         flat = rows.flatten(0, 1).transpose(1, 2)
         slow = torch.nn.functional.interpolate(flat, size=noise.shape[2], mode="linear").transpose(1, 2)
-        made.append((slow.view_as(noise) + 0.1 * noise).to(options["dtype"]))
+        made.append((slow.reshape(noise.shape) + 0.1 * noise).to(options["dtype"]).contiguous())
     return tuple(made)
 
 

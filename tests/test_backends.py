@@ -25,6 +25,9 @@ from sdpa_router.decide import Call
 from sdpa_router.testing import relative_error, sdpa_oracle
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Made here because torch 2.7 looks for a driver at the first one, unless there is no GPU.
+with FakeTensorMode():
+    FAKES = torch.empty(1, 2, 64, 64, dtype=BF16, device="cuda"), torch.empty(1, 1, 64, 64, device="cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -539,9 +542,7 @@ def test_torchs_own_backends_are_asked_by_torchs_own_checks(monkeypatch):
     for name in torch_sdpa._CAN_USE.values():
         usable = name != "can_use_flash_attention"
         monkeypatch.setattr(torch.backends.cuda, name, lambda params, debug, u=usable: asked.append(params) or u)
-    with FakeTensorMode():
-        query = torch.empty(1, 2, 64, 64, dtype=BF16, device="cuda")
-        mask = torch.empty(1, 1, 64, 64, device="cuda")
+    query, mask = FAKES
     assert codes("torch-flash", query, query, query) == [Code.TORCH_REFUSES]
     assert codes("torch-cudnn", query, query, query, mask) == []
     assert asked[-1][3].dtype == BF16, "judged with the mask that it will get"
@@ -557,10 +558,15 @@ def test_the_named_one_comes_first_and_the_others_stay_allowed(monkeypatch):
         torch_sdpa, "sdpa_kernel", lambda order, set_priority: seen.append(order) or contextlib.nullcontext()
     )
     tensors = draw()
+    asked = []
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *tensors, **options: asked.append(seen[:]))
+    torch_sdpa._settle_order.cache_clear()
     found = base.find_backend("torch-efficient").run(Call(*tensors), Settings(), F.scaled_dot_product_attention)
     assert_right(found, *tensors)
     assert seen[0][0] is torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION
     assert len(seen[0]) == 4
+    base.find_backend("torch-math").run(Call(*tensors), Settings(), F.scaled_dot_product_attention)
+    assert asked == [[]], "torch sets its own order at its first choice, which must come before ours"
 
 
 # --- torch.compile

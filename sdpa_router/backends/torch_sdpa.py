@@ -55,10 +55,18 @@ def _usable(chosen: SDPBackend, call: Call) -> bool:
 
 
 def _run(chosen: SDPBackend, call: Call, settings: Settings, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
+    _settle_order(call.query.device)
     # The choice is one of the process, so the others stay allowed for what other threads do meanwhile.
     order = [chosen, *(backend for backend in _ALL if backend is not chosen)]
     with sdpa_kernel(order, set_priority=True):
         return run.native(call, attention, cast_mask=needs_mask_cast(call))
+
+
+@functools.cache
+def _settle_order(device: torch.device) -> None:
+    """Let torch choose once by itself: only then it sets its own order, over what sdpa_kernel() asked for before."""
+    query = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=device)
+    torch._fused_sdp_choice(query, query, query)
 
 
 def _backend(name: str, chosen: SDPBackend, *masks: MaskKind) -> Backend:
