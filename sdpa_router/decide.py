@@ -18,7 +18,7 @@ from .costs import tuned_table
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route
 from .kernels.int8_attention.limits import LIMITS, Crossover, crossover, fp8_unavailable, unavailable
 from .mask import classify_mask
-from .settings import Settings, skips, traced_as_constant
+from .settings import FASTEST, Settings, skips, traced_as_constant
 
 __all__ = ["Call", "Settings", "decide", "decide_kernel", "kernel_against", "reasons_against"]
 
@@ -58,6 +58,8 @@ def decide_kernel(call: Call, pv: str, precision: str) -> Decision:
 def reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
     """Yield every reason against the int8 route: what was asked for, then what the kernel can't do."""
     yield from not_wanted(call, settings)
+    if settings.backends != FASTEST and "int8" not in settings.backends:
+        yield Reason(Code.NOT_NAMED, settings.backends, "int8")
     yield from kernel_against(call, settings.pv, settings.precision)
     yield from short(call, settings)
 

@@ -248,6 +248,11 @@ class Code(_Text):
         "the error class is {given}; max_error accepts {accepted}",
         "Raise `max_error`, or measure the backend with `sdpa-router tune`.",
     )
+    NOT_NAMED = (
+        "not_named",
+        "backends is {given}; the log-sum-exp comes from {accepted} or from torch",
+        "Name `int8` among `backends`.",
+    )
     BACKEND_FAILED = (
         "backend_failed",
         "it raised {given}; the router takes {accepted}",

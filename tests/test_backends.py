@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdpa_router
-from sdpa_router import Backend, BackendLimits, Code, Reason, Route, Settings, cli, explain, route, stats
+from sdpa_router import Backend, BackendLimits, Code, Reason, Route, Settings, cli, explain, lse, route, stats
 from sdpa_router.backends import base, comfy, fa3, sage, torch_sdpa
 from sdpa_router.backends.peers import entry_point, on_gpu
 from sdpa_router.choose import choose
-from sdpa_router.decide import Call
+from sdpa_router.decide import Call, decide
+from sdpa_router.settings import intern
 from sdpa_router.testing import relative_error, sdpa_oracle
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -131,6 +132,15 @@ def test_not_wanted_holds_for_everyone(monkeypatch):
     assert stats()["reasons"] == {"skipped": 1}
     monkeypatch.setenv("SDPA_ROUTER", "0")
     assert codes("fa3", *tensors) == [Code.DISABLED]
+
+
+def test_the_log_sum_exp_comes_from_int8_only_where_it_is_named():
+    call = Call(*draw(dtype=FP16))
+    for backends, expected in ((("fa3",), [Code.NOT_NAMED]), (("torch", "int8"), []), ("fastest", [])):
+        settings = Settings(backends=backends, min_kv=0)
+        decided = lse.attention_with_lse(intern(settings), *call)
+        assert_right(decided[0], *call[:3], budget=0.02)
+        assert [reason.code for reason in decide(call, settings).reasons if reason.code is Code.NOT_NAMED] == expected
 
 
 def test_max_error_leaves_out_rough_backends(monkeypatch):
