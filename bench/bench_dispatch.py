@@ -235,6 +235,15 @@ class Dispatch:
 
 def measure(bench: Dispatch) -> None:
     """All sections in order."""
+    measure_decisions(bench)
+    for count in ("eager", "queued") if bench.device.type == "cuda" else ("eager",):
+        for mask in ("none", "full"):
+            for tokens in TOKENS:
+                bench.never_slower(tokens, mask, count)
+
+
+def measure_decisions(bench: Dispatch) -> None:
+    """What deciding costs, over a stub."""
     small = bench.tensors(1, 2, 16, 64)
     long = bench.tensors(1, 2, 32, 64)
     if bench.device.type == "cpu":
@@ -254,10 +263,6 @@ def measure(bench: Dispatch) -> None:
             bench.overhead("known-four", functional.scaled_dot_product_attention, small)
         with stub_backend() as name, sdpa_router.route(backends=(name, "int8", "comfy", "torch")):
             bench.overhead("known-peer", functional.scaled_dot_product_attention, small)
-    for count in ("eager", "queued") if bench.device.type == "cuda" else ("eager",):
-        for mask in ("none", "full"):
-            for tokens in TOKENS:
-                bench.never_slower(tokens, mask, count)
 
 
 def main(arguments: list[str] | None = None) -> int:

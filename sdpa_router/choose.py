@@ -108,8 +108,9 @@ def _fastest(call: Call, settings: Settings, verdicts: Verdicts, table: Table | 
 
 def _by_rule(call: Call, settings: Settings, verdicts: Verdicts, usable: list[str]) -> _Choice:
     """Choose where nothing was measured: int8 from its crossover on, else torch."""
+    on_gpu = call.query.device.type != "cpu"  # Triton's interpreter is for trying, not for speed
     for name in usable:
-        if name == "int8":
+        if name == "int8" and on_gpu:
             verdicts[name] = tuple(short(call, settings))
         else:
             verdicts[name] = (Reason(Code.NOT_MEASURED, f"{name} near this size on this GPU", "nothing there"),)

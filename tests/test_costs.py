@@ -213,6 +213,7 @@ def decided(call, **settings):
 def only_int8(monkeypatch, gpu):
     monkeypatch.setattr("sdpa_router.choose.candidates", lambda: ("int8",))
     monkeypatch.setattr("sdpa_router.decide._unavailable", lambda device: None)
+    monkeypatch.setattr("sdpa_router.decide.crossover", lambda device, head_dim: Crossover(2048, 3072, 4608))
 
 
 def test_the_fastest_is_chosen_and_the_slower_told(monkeypatch, only_int8):
@@ -237,6 +238,14 @@ def test_without_a_table_rules_decide(monkeypatch, only_int8):
     holds(monkeypatch, None)
     for call in (fake_call(512), fake_call(16384, mask=True)):
         assert decided(call).backend == decide(call, Settings()).backend
+
+
+def test_the_interpreter_is_never_the_fastest(monkeypatch):
+    holds(monkeypatch, None)
+    x = torch.zeros(1, 1, 8, 16, dtype=torch.float16)
+    decision = decided(Call(x, x, x))
+    assert decision.backend == "sdpa"
+    assert [reason.code for reason in dict(decision.passed_over)["int8"]] in ([Code.NOT_MEASURED], [Code.DEVICE])
 
 
 def test_who_was_not_measured_is_not_chosen(monkeypatch, only_int8):
