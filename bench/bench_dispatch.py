@@ -6,6 +6,8 @@ that the difference is not lost in the noise of an attention call; the last sect
     inactive        route() is active in another thread only: this thread's calls pass through
     known-fallback  route() is active, the signature was seen before, the call goes to torch
     known-routed    the same for a call that goes to the kernel (a stub too), where the kernel runs
+    known-four      the same with four backends to choose from, none of which can answer
+    known-peer      the same for a call that goes to another backend (a stub too), the first of four
     first-sight     route() is active, the signature is new: decision, first record, log line
     never-slower    calls that fall back, 64 to 4096 tokens, against torch alone. `eager`: back to back, as in a model
                     whose host is the bottleneck; `queued` (GPU): behind other work, as where the GPU is
@@ -37,7 +39,7 @@ import sdpa_router
 Attention = Callable[..., Any]
 
 # Goals of the project: microseconds over the bare call, and routed time over bare time.
-GOALS_US = {"inactive": 1.5, "known-fallback": 3.0, "known-routed": 3.0}
+GOALS_US = {"inactive": 1.5, "known-fallback": 3.0, "known-routed": 3.0, "known-four": 4.0, "known-peer": 4.0}
 GOAL_RATIO = 1.05
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
 COLUMNS = ("case", "tokens", "mask", "count", "us", "bare us", "over us", "ratio", "goal")
@@ -71,6 +73,22 @@ def stubbed_kernel() -> Iterator[None]:
         yield
     finally:
         namespace.int8_attention = original
+
+
+@contextlib.contextmanager
+def stub_backend() -> Iterator[str]:
+    """Register a backend that takes every call and returns its query."""
+    backend = sdpa_router.Backend(
+        "stub",
+        sdpa_router.BackendLimits(),
+        lambda call, settings: iter(()),
+        lambda call, settings, attention: call.query,
+    )
+    sdpa_router.register_backend(backend)
+    try:
+        yield backend.name
+    finally:
+        sdpa_router.unregister_backend(backend.name)
 
 
 @contextlib.contextmanager
@@ -217,6 +235,15 @@ class Dispatch:
 
 def measure(bench: Dispatch) -> None:
     """All sections in order."""
+    measure_decisions(bench)
+    for count in ("eager", "queued") if bench.device.type == "cuda" else ("eager",):
+        for mask in ("none", "full"):
+            for tokens in TOKENS:
+                bench.never_slower(tokens, mask, count)
+
+
+def measure_decisions(bench: Dispatch) -> None:
+    """What deciding costs, over a stub."""
     small = bench.tensors(1, 2, 16, 64)
     long = bench.tensors(1, 2, 32, 64)
     if bench.device.type == "cpu":
@@ -232,10 +259,10 @@ def measure(bench: Dispatch) -> None:
                 bench.overhead("known-routed", functional.scaled_dot_product_attention, long)
             else:
                 print("  skipped known-routed: the kernel does not run on this device", flush=True)
-    for count in ("eager", "queued") if bench.device.type == "cuda" else ("eager",):
-        for mask in ("none", "full"):
-            for tokens in TOKENS:
-                bench.never_slower(tokens, mask, count)
+        with sdpa_router.route(backends=("int8", "comfy", "sage", "torch"), min_kv=10**9, max_error=0.0):
+            bench.overhead("known-four", functional.scaled_dot_product_attention, small)
+        with stub_backend() as name, sdpa_router.route(backends=(name, "int8", "comfy", "torch")):
+            bench.overhead("known-peer", functional.scaled_dot_product_attention, small)
 
 
 def main(arguments: list[str] | None = None) -> int:

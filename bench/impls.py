@@ -9,6 +9,7 @@ attention alone on inputs that are quantised already; `graph` is `call` captured
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -240,6 +241,32 @@ def _sage(problem: Problem, variant: str) -> Run:
     return Run(lambda: attend(q, k, v, is_causal=problem.is_causal))
 
 
+def _sage_2(problem: Problem, variant: str) -> Run:
+    """SageAttention 2, which returns a log-sum-exp where 1 doesn't know the parameter; e4m3 PV on sm_89 and newer."""
+    attend = _module("sageattention", "sageattention 2").sageattn
+    if "return_lse" not in inspect.signature(attend).parameters:
+        raise UnavailableError("SageAttention 1 is installed")
+    q, k, v = problem.query, problem.key, problem.value
+    return Run(lambda: attend(q, k, v, is_causal=problem.is_causal, return_lse=problem.lse))
+
+
+def _flash_attn(problem: Problem, variant: str) -> Run:
+    """FlashAttention-2 of the package flash-attn, on [B, L, H, D] views."""
+    attend = _module("flash_attn", "flash-attn").flash_attn_func
+    q, k, v = (tensor.transpose(1, 2) for tensor in (problem.query, problem.key, problem.value))
+    return Run(lambda: attend(q, k, v, causal=problem.is_causal).transpose(1, 2))
+
+
+def _fastest(problem: Problem, variant: str) -> Run:
+    """The router with backends="fastest": its own choice by the cost table, decision counted."""
+    router = _module("sdpa_router", "sdpa-router")
+    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask_in_query_dtype()
+    return Run(
+        lambda: router.scaled_dot_product_attention(q, k, v, mask, 0.0, problem.is_causal),
+        partial(router.route, backends="fastest", log=False),
+    )
+
+
 def _sdnq(problem: Problem, variant: str) -> Run:
     """sdnq's Triton attention, int8 QK and 16-bit PV; it autotunes at the first call of a shape."""
     attend = _module("sdnq.kernels.triton_atten", "sdnq").sdnq_triton_atten
@@ -272,6 +299,10 @@ IMPLS: dict[str, Impl] = {
              dtypes=(torch.bfloat16,)),
         Impl("comfy", "comfy", _comfy, _PEER, pv="int8", package="comfy-kitchen", variants=VARIANTS, causal=False),
         Impl("sage", "sage", _sage, _PEER, package="sageattention==1.0.6", masks=("none",), head_dims=(64, 96, 128)),
+        Impl("sage2", "sage2", _sage_2, {"gaussian": 0.045, "outliers": 0.2}, pv="fp8", package="sageattention 2",
+             masks=("none",)),
+        Impl("flash-attn", "flash-attn", _flash_attn, _EXACT, package="flash-attn", masks=("none",)),
+        Impl("fastest", "fastest", _fastest, _PEER, pv="auto", package="sdpa-router", cpu=True),
         Impl("sdnq", "sdnq", _sdnq, _PEER, package="sdnq"),
     )
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from .api import explain, int8_attention, is_available, scaled_dot_product_attention
 from .audit import Audit, audit
+from .backends.base import Backend, BackendLimits, register_backend, unregister_backend
 from .context import disable, enable, route
 from .decide import Call
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route, UnsupportedError
@@ -18,6 +19,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Audit",
+    "Backend",
+    "BackendLimits",
     "Call",
     "Code",
     "Decision",
@@ -41,9 +44,11 @@ __all__ = [
     "merge_attention",
     "quantize_qk",
     "record",
+    "register_backend",
     "reset_stats",
     "rms_rope_quantize",
     "route",
     "scaled_dot_product_attention",
     "stats",
+    "unregister_backend",
 ]

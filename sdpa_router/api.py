@@ -6,9 +6,13 @@ from typing import Literal, overload
 
 import torch
 
-from . import run
+from . import (
+    graph_op,  # noqa: F401 (registers the operator)
+    run,
+)
 from .buffers import check_buffer, check_memory
-from .decide import Call, decide, decide_kernel, kernel_against
+from .choose import choose
+from .decide import Call, decide_kernel, kernel_against
 from .decision import Decision
 from .dispatch import Turn, dispatch, refuse, under_foreign_mode
 from .kernels.int8_attention.limits import unavailable
@@ -209,7 +213,7 @@ def explain(
     int8 (mask: per key, float32 [1, 1, 1, 33600])
     """
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return decide(call, settings_of(active_name()))
+    return choose(call, settings_of(active_name()))
 
 
 def is_available(device: torch.device | str | int | None = None) -> bool:

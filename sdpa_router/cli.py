@@ -1,4 +1,4 @@
-"""The command `sdpa-router`: info, explain, check, demo, comfyui-node.
+"""The command `sdpa-router`: info, explain, check, tune, report, demo, comfyui-node.
 
 Exit 0: all well, 1: a check failed, 2: bad arguments.
 """
@@ -59,7 +59,7 @@ def _parser() -> _Parser:
         prog="sdpa-router", description="Route scaled_dot_product_attention to int8 kernels, or say why not."
     )
     parser.add_argument("--version", action="version", version=f"sdpa-router {__version__}")
-    commands = parser.add_subparsers(metavar="info|explain|check|demo|comfyui-node", required=True)
+    commands = parser.add_subparsers(metavar="info|explain|check|tune|report|demo|comfyui-node", required=True)
 
     info = commands.add_parser("info", help="versions, GPUs, what works here, who patched SDPA")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -76,6 +76,20 @@ def _parser() -> _Parser:
 
     check = commands.add_parser("check", help="test the kernel on this GPU against float64; exit 1 if it errs")
     check.set_defaults(run=_check)
+
+    tune = commands.add_parser("tune", help="measure all backends on this GPU, for route(backends='fastest')")
+    grid = tune.add_mutually_exclusive_group()
+    grid.add_argument("--quick", action="store_true", help="about 30 calls instead of 80: under a minute on an H200")
+    grid.add_argument(
+        "--shapes", type=_file, metavar="RUN.jsonl", help="the calls of a run that SDPA_ROUTER_JSONL recorded"
+    )
+    tune.set_defaults(run=_tune, parser=tune)
+
+    report = commands.add_parser("report", help="what a recorded run called: a page, or --text")
+    report.add_argument("run_file", type=_file, metavar="RUN.jsonl", help="what SDPA_ROUTER_JSONL named")
+    report.add_argument("-o", "--output", type=_new_file, metavar="FILE.html", help="one page that needs no network")
+    report.add_argument("--text", action="store_true", help="print it instead")
+    report.set_defaults(run=_report, parser=report)
 
     demo = commands.add_parser("demo", help="ten attention calls of a video model through the router, measured")
     demo.add_argument("--model", action="store_true", help="a real model on real text instead (extra `demo`)")
@@ -106,6 +120,7 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gqa", action="store_true", help="enable_gqa=True")
     add("--dropout", type=explaining.probability, default=0.0, metavar="P", help="dropout_p (default: 0)")
     add("--grad", action="store_true", help="query requires a gradient")
+    add("--backends", default="int8,torch", metavar="NAMES", help="in order of preference, with commas; or fastest")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -119,6 +134,13 @@ def _new_file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"given {text!r}, accepted: a file name in a folder that exists")
+    return path
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"given {text!r}, accepted: a file that exists")
     return path
 
 
@@ -152,6 +174,8 @@ def _info(arguments: argparse.Namespace) -> int:
             "int8 takes",
             "{dtypes}, head_dim 1 to {max_head_dim}, pv {pv}, precision {precision}".format(**_joined(found["int8"])),
         ),
+        *(("costs on " + device["device"], device["costs"]) for device in found["devices"] if device["costs"]),
+        *(("backend " + name, why or "yes") for name, why in found["backends"].items()),
         (
             "variables",
             ", ".join(f"{name}={value}" for name, value in found["variables"].items() if value) or "none set",
@@ -190,6 +214,28 @@ def _check(arguments: argparse.Namespace) -> int:
     from sdpa_router.check import run_check
 
     return run_check()
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from sdpa_router.tuning import run_tune
+
+    try:
+        return run_tune(arguments.shapes, quick=arguments.quick)
+    except ValueError as error:
+        arguments.parser.error(str(error))
+    return 2
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from sdpa_router.report import read_run, run_report
+
+    if not (arguments.text or arguments.output):
+        arguments.parser.error("given neither -o nor --text, accepted: -o FILE.html, --text, or both")
+    try:
+        run = read_run(arguments.run_file)
+    except ValueError as error:
+        arguments.parser.error(str(error))
+    return run_report(run, arguments.output, text=arguments.text)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import torch
 from .decide import Call
 from .patch import enter, leave, stay_installed
 from .selection import Patterns, borders, check_module, excluded, may_attend, switches
-from .settings import OFF, Settings, activate, active_name, intern, settings_of, traced_as_constant
+from .settings import BACKENDS, OFF, Settings, activate, active_name, intern, settings_of, traced_as_constant
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -50,6 +50,13 @@ class route(_Region):  # noqa: N801 (used like a function)
     skip: a function of the Call; True sends it to torch.  It is kept, so don't make a new one for every entry. It must
     be hashable; attention calls that it makes itself are not routed.
     log: whether first sights are logged on "sdpa_router.dispatch".
+    backends: who is asked, in this order: "int8", "comfy", "sage", "fa3", "torch", one of torch's own ("torch-cudnn",
+    "torch-flash", "torch-efficient", "torch-math"), or what register_backend() was given; or "fastest": the one that
+    the measured costs (`sdpa-router tune`) are best for. torch answers what nobody else does.
+    allow_mask_blind: take backends whose rounding depends on what masked keys hold (garbage in padding spoils it).
+    max_error: leave out backends whose measured error class is above.
+    on_error: "raise" what a backend raises, with the decision attached, or log it and "fallback" to the next one.
+    min_kv and pv are for int8.
 
     Contexts nest, and the inner settings hold. Leaving restores what was there, also after an exception. The switch
     belongs to the thread: other threads are not routed, asyncio tasks and suspended generators of this one are. Where
@@ -69,8 +76,15 @@ class route(_Region):  # noqa: N801 (used like a function)
         precision: str = "auto",
         skip: Callable[[Call], bool] | None = None,
         log: bool = True,
+        backends: str | Sequence[str] = BACKENDS,
+        allow_mask_blind: bool = False,
+        max_error: float | None = None,
+        on_error: str = "raise",
     ) -> None:
-        super().__init__(_name_of(on_unsupported, min_kv, pv, precision, skip, log))
+        chosen = backends if isinstance(backends, str) else tuple(backends)
+        super().__init__(
+            _name_of(on_unsupported, min_kv, pv, precision, skip, log, chosen, allow_mask_blind, max_error, on_error)
+        )
 
     def __enter__(self) -> None:
         if _compiling():
@@ -127,6 +141,10 @@ def enable(
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
     fuse_qk: bool = False,
+    backends: str | Sequence[str] = BACKENDS,
+    allow_mask_blind: bool = False,
+    max_error: float | None = None,
+    on_error: str = "raise",
 ) -> None:
     """Run the forward of `module` inside route() with these settings; other modules stay as they are.
 
@@ -144,7 +162,8 @@ def enable(
     >>> enable(pipe.transformer, skip=lambda call: call.query.shape[2] != call.key.shape[2])  # no cross-attention
     """
     check_module("enable", module)
-    settings = Settings(on_unsupported, min_kv, pv, precision, skip, log)
+    chosen = backends if isinstance(backends, str) else tuple(backends)
+    settings = Settings(on_unsupported, min_kv, pv, precision, skip, log, chosen, allow_mask_blind, max_error, on_error)
     outside = replace(settings, on_unsupported="fallback", skip=excluded)
     names = {"on": intern(settings), "off": intern(outside)}
     wrapped = borders(module, switches(module, include, exclude))
@@ -300,5 +319,11 @@ def _name_of(
     precision: str,
     skip: Callable[[Call], bool] | None,
     log: bool,
+    backends: str | tuple[str, ...],
+    allow_mask_blind: bool,
+    max_error: float | None,
+    on_error: str,
 ) -> str:
-    return intern(Settings(on_unsupported, min_kv, pv, precision, skip, log))
+    return intern(
+        Settings(on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error)
+    )

@@ -6,20 +6,25 @@ torch.compile traces these functions: no size may be formatted here, or a graph 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from .backends.base import BackendLimits
+from .costs import tuned_table
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route
 from .kernels.int8_attention.limits import LIMITS, Crossover, crossover, fp8_unavailable, unavailable
 from .mask import classify_mask
-from .settings import Settings, skips, traced_as_constant
+from .settings import FASTEST, Settings, skips, traced_as_constant
 
 __all__ = ["Call", "Settings", "decide", "decide_kernel", "kernel_against", "reasons_against"]
 
+INT8_LIMITS = BackendLimits(
+    LIMITS.dtypes, LIMITS.max_head_dim, masks=(MaskKind.PER_KEY,), max_scale=LIMITS.max_scale, lse=True, error=0.0125
+)
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _AUTOCAST_DEVICES = ("cuda", "cpu")
 
@@ -41,44 +46,56 @@ def decide(call: Call, settings: Settings) -> Decision:
     """Say who answers `call`, with every reason against the int8 route; no reason means int8."""
     reasons = tuple(reasons_against(call, settings))
     notes = mask_cast_note(call) if reasons else ()
-    return Decision(Route.SDPA if reasons else Route.INT8, _mask_info(call), reasons, notes)
+    return Decision(Route.SDPA if reasons else Route.INT8, mask_info(call), reasons, notes)
 
 
 def decide_kernel(call: Call, pv: str, precision: str) -> Decision:
     """Say whether the int8 kernel can answer `call`, whatever the router would make of it."""
     reasons = tuple(kernel_against(call, pv, precision))
-    return Decision(Route.SDPA if reasons else Route.INT8, _mask_info(call), reasons)
+    return Decision(Route.SDPA if reasons else Route.INT8, mask_info(call), reasons)
 
 
 def reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
     """Yield every reason against the int8 route: what was asked for, then what the kernel can't do."""
+    yield from not_wanted(call, settings)
+    if settings.backends != FASTEST and "int8" not in settings.backends:
+        yield Reason(Code.NOT_NAMED, settings.backends, "int8")
+    yield from kernel_against(call, settings.pv, settings.precision)
+    yield from short(call, settings)
+
+
+def not_wanted(call: Call, settings: Settings) -> Iterator[Reason]:
+    """Yield the reasons for torch that hold whatever a backend can do."""
     off = switched_off()
     if off is not None:
         yield Reason(Code.DISABLED, off, "anything but 0, off, false or no routes")
     if skips(settings, call):
         yield Reason(Code.SKIPPED, True, "False routes")
-    yield from kernel_against(call, settings.pv, settings.precision)
-    if _is_plain(call) and call.query.dim() == 4 and call.key.dim() == 4:
-        yield from _short(call, settings)
 
 
 def kernel_against(call: Call, pv: str, precision: str) -> Iterator[Reason]:
     """Yield every reason why the int8 kernel can't answer `call` exactly as torch would, int8 rounding aside."""
     yield from _modes(call, pv, precision)
-    yield from _arguments(call)
+    yield from call_against(call, INT8_LIMITS, _unavailable)
+
+
+def call_against(
+    call: Call, limits: BackendLimits, unavailable_on: Callable[[torch.device], Reason | None]
+) -> Iterator[Reason]:
+    """Yield every reason in the call and the process why a backend with these limits can't answer."""
+    yield from _arguments(call, limits)
     if not _is_plain(call):
         # Nothing else can be asked of such a tensor safely: a nested one has no shape.
         names = [_kind(tensor) for tensor in _tensors(call) if not _plain(tensor)]
         yield Reason(Code.TENSOR_SUBCLASS, ", ".join(names), "plain dense tensors")
         return
-    yield from _state(call)
-    yield from _storage(call)
-    ranks = (call.query.dim(), call.key.dim(), call.value.dim())
-    if ranks != (4, 4, 4):
-        yield Reason(Code.RANK, ranks, (4, 4, 4))
+    yield from _state(call, unavailable_on)
+    yield from _storage(call, limits)
+    if not is_regular(call):
+        yield Reason(Code.RANK, (call.query.dim(), call.key.dim(), call.value.dim()), (4, 4, 4))
         return
-    yield from _sizes(call)
-    yield from _mask(call)
+    yield from _sizes(call, limits)
+    yield from _mask(call, limits)
 
 
 def _modes(call: Call, pv: str, precision: str) -> Iterator[Reason]:
@@ -92,15 +109,22 @@ def _modes(call: Call, pv: str, precision: str) -> Iterator[Reason]:
         yield Reason(Code.PRECISION, precision, LIMITS.precision)
 
 
-def _arguments(call: Call) -> Iterator[Reason]:
+def is_regular(call: Call) -> bool:
+    """Whether query, key and value are plain tensors of four axes, which sizes can be asked of."""
+    return _is_plain(call) and call.query.dim() == call.key.dim() == call.value.dim() == 4
+
+
+def _arguments(call: Call, limits: BackendLimits) -> Iterator[Reason]:
     if not isinstance(call.is_causal, bool):
         yield Reason(Code.ARGUMENT, f"is_causal of type {type(call.is_causal).__name__}", "a bool")
     if not isinstance(call.enable_gqa, bool):
         yield Reason(Code.ARGUMENT, f"enable_gqa of type {type(call.enable_gqa).__name__}", "a bool")
     if call.scale is not None and not isinstance(call.scale, (int, float)):
         yield Reason(Code.ARGUMENT, f"scale of type {type(call.scale).__name__}", "a number or None")
-    elif call.scale is not None and not -LIMITS.max_scale <= call.scale <= LIMITS.max_scale:
-        yield Reason(Code.ARGUMENT, "a scale that is not finite or too large", f"one of at most {LIMITS.max_scale:g}")
+    elif call.scale is not None and not -limits.max_scale <= call.scale <= limits.max_scale:
+        yield Reason(Code.ARGUMENT, "a scale that is not finite or too large", f"one of at most {limits.max_scale:g}")
+    elif call.scale is not None and limits.positive_scale and call.scale <= 0:
+        yield Reason(Code.SCALE, call.scale, "positive ones")
     if not isinstance(call.dropout_p, (int, float)):
         yield Reason(Code.ARGUMENT, f"dropout_p of type {type(call.dropout_p).__name__}", "a number")
     elif call.dropout_p != 0:
@@ -109,11 +133,11 @@ def _arguments(call: Call) -> Iterator[Reason]:
         yield Reason(Code.CAUSAL_WITH_MASK, "is_causal and attn_mask", "one of them")
 
 
-def _state(call: Call) -> Iterator[Reason]:
+def _state(call: Call, unavailable_on: Callable[[torch.device], Reason | None]) -> Iterator[Reason]:
     """Reasons in the state of the process."""
     device = call.query.device
     if device.type != "meta":
-        unavailable_there = _unavailable(device)
+        unavailable_there = unavailable_on(device)
         if unavailable_there is not None:
             yield unavailable_there
     if torch.is_grad_enabled():
@@ -129,7 +153,7 @@ def _state(call: Call) -> Iterator[Reason]:
             yield Reason(Code.AUTOCAST, dtype, "tensors that are in that dtype already")
 
 
-def _storage(call: Call) -> Iterator[Reason]:
+def _storage(call: Call, limits: BackendLimits) -> Iterator[Reason]:
     """Reasons in devices, dtypes and layout."""
     query, key, value = call.query, call.key, call.value
     devices = [tensor.device for tensor in _tensors(call)]
@@ -137,42 +161,53 @@ def _storage(call: Call) -> Iterator[Reason]:
         yield Reason(Code.MIXED_DEVICE, tuple(devices), "one device")
     if key.dtype != query.dtype or value.dtype != query.dtype:
         yield Reason(Code.MIXED_DTYPE, (query.dtype, key.dtype, value.dtype), "one dtype")
-    if query.dtype not in LIMITS.dtypes:
-        yield Reason(Code.DTYPE, query.dtype, LIMITS.dtypes)
+    if query.dtype not in limits.dtypes:
+        yield Reason(Code.DTYPE, query.dtype, limits.dtypes)
     strides = [tensor.stride(-1) for tensor in (query, key, value) if tensor.dim() > 0 and tensor.shape[-1] > 1]
     if any(stride != 1 for stride in strides):
         yield Reason(Code.LAST_STRIDE, tuple(strides), 1)
 
 
-def _sizes(call: Call) -> Iterator[Reason]:
+def _sizes(call: Call, limits: BackendLimits) -> Iterator[Reason]:
     query, key, value = call.query.shape, call.key.shape, call.value.shape
     if 0 in (*query, *key, *value):
         yield Reason(Code.EMPTY, (query, key, value), "sizes of at least 1")
     if key[0] != query[0] or value[0] != query[0] or key[2] != value[2] or key[3] != query[3]:
         yield Reason(Code.SHAPE, (query, key, value), "one batch, one head_dim, and values for all keys")
-    group = call.enable_gqa and key[1] > 0 and query[1] % key[1] == 0
+    group = call.enable_gqa and limits.gqa and key[1] > 0 and query[1] % key[1] == 0
     if key[1] != value[1] or (query[1] != key[1] and not group):
         yield Reason(Code.HEADS, (query[1], key[1], value[1]), "equal numbers, or a multiple with enable_gqa=True")
-    if query[3] > LIMITS.max_head_dim:
-        yield Reason(Code.HEAD_DIM, query[3], f"1 to {LIMITS.max_head_dim}")
+    if query[3] > limits.max_head_dim:
+        yield Reason(Code.HEAD_DIM, query[3], f"1 to {limits.max_head_dim}")
+    elif limits.head_dims and query[3] not in limits.head_dims:
+        yield Reason(Code.HEAD_DIM, query[3], limits.head_dims)
     if value[3] != query[3]:
         yield Reason(Code.VALUE_HEAD_DIM, value[3], "the head_dim of query")
+    if call.is_causal is True and limits.causal == "none":
+        yield Reason(Code.CAUSAL, "any lengths", "no causal mask")
+    elif call.is_causal is True and limits.causal == "square" and query[2] != key[2]:
+        yield Reason(Code.CAUSAL, (query[2], key[2]), "as many queries as keys")
 
 
-def _mask(call: Call) -> Iterator[Reason]:
+def _mask(call: Call, limits: BackendLimits) -> Iterator[Reason]:
     mask, query = call.attn_mask, call.query
     if mask is None:
         return
-    info = _mask_info(call)
+    info = mask_info(call)
     if info.kind is MaskKind.INVALID:
         yield Reason(Code.INVALID_MASK, mask.shape, (*query.shape[:3], call.key.shape[2]))
-    if info.kind is MaskKind.FULL:
+    if not limits.masks:
+        yield Reason(Code.MASK, mask.shape, "none")
+    elif info.kind is MaskKind.FULL and MaskKind.FULL not in limits.masks:
         yield Reason(Code.FULL_MASK, mask.shape, "one row for all queries (size 1 or stride 0)")
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         yield Reason(Code.MASK_DTYPE, mask.dtype, (torch.bool, torch.float32, query.dtype))
 
 
-def _short(call: Call, settings: Settings) -> Iterator[Reason]:
+def short(call: Call, settings: Settings) -> Iterator[Reason]:
+    """Yield the reason that the int8 route is slower than torch for a call as short as this one."""
+    if not is_regular(call):
+        return
     query, kv_len = call.query, call.key.shape[2]
     if settings.min_kv is not None:
         if kv_len < settings.min_kv:
@@ -201,7 +236,8 @@ def needs_mask_cast(call: Call) -> bool:
     return half and call.attn_mask.dtype == torch.float32 and call.query.device.type == "cuda"
 
 
-def _mask_info(call: Call) -> MaskInfo:
+def mask_info(call: Call) -> MaskInfo:
+    """Return what the metadata of the call's mask says."""
     if call.attn_mask is None or not _is_plain(call):
         return classify_mask(None, 1, 1, 1, 1) if call.attn_mask is None else _UNJUDGED
     if not (2 <= call.query.dim() <= 4 and call.key.dim() >= 2):
@@ -254,7 +290,9 @@ def _without_fp8(device: torch.device) -> Reason | None:
 
 @traced_as_constant
 def _crossover(device: torch.device, head_dim: int) -> Crossover:
-    return crossover(device, head_dim)
+    tuned = tuned_table(device)
+    measured = None if tuned is None else tuned.crossover(head_dim)
+    return crossover(device, head_dim) if measured is None else measured
 
 
 @traced_as_constant

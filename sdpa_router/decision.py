@@ -15,10 +15,11 @@ class _Text(str, Enum):
 
 
 class Route(_Text):
-    """Who answers a call."""
+    """Who answers a call: our int8 kernel, torch, or another backend, which `Decision.backend` names."""
 
     INT8 = "int8"
     SDPA = "sdpa"
+    PEER = "peer"
 
 
 class MaskKind(_Text):
@@ -182,6 +183,81 @@ class Code(_Text):
         "precision is {given}; the kernel takes {accepted}",
         "Choose another `precision`.",
     )
+    PACKAGE = (
+        "package",
+        "{given}; the backend needs {accepted}",
+        "Install what the sentence names, or leave the backend out of `backends`.",
+    )
+    DRIVER = (
+        "driver",
+        "the driver knows CUDA {given}; the backend needs {accepted}",
+        "Update the GPU's driver.",
+    )
+    MASK = (
+        "mask",
+        "the mask is {given}; the backend takes {accepted}",
+        "Name a backend that takes masks, such as `int8`.",
+    )
+    MASK_BLIND = (
+        "mask_blind",
+        "the backend scales keys by {given}; the router takes {accepted}",
+        "Set `allow_mask_blind=True` where masked keys hold ordinary values.",
+    )
+    CAUSAL = (
+        "causal",
+        "is_causal with {given}; the backend takes {accepted}",
+        "Name a backend that knows this causal mask, such as `int8`.",
+    )
+    SCALE = (
+        "scale",
+        "the scale is {given}; the backend takes {accepted}",
+        "Give query the sign, or leave the call to another backend.",
+    )
+    KV_LENGTH = (
+        "kv_length",
+        "given {given} keys; the backend takes {accepted}",
+        "None needed: another backend answers.",
+    )
+    STRIDES = (
+        "strides",
+        "given strides {given}; the backend takes {accepted}",
+        "Lay out the tensors in rows of a multiple of 4 elements, without axes of stride 0.",
+    )
+    STREAM = (
+        "stream",
+        "the current stream is {given}; the backend launches on {accepted}",
+        "Call on the default stream, outside of CUDA graph capture.",
+    )
+    TORCH_REFUSES = (
+        "torch_refuses",
+        "torch refuses {given} here; the backend needs {accepted}",
+        "Name another of torch's backends, or `torch` for its own choice.",
+    )
+    NOT_MEASURED = (
+        "not_measured",
+        "nothing was measured of {given}; costs are known for {accepted}",
+        "Run `sdpa-router tune`, with `--shapes` for the calls of a recorded run.",
+    )
+    SLOWER = (
+        "slower",
+        "estimated to take {given}; the choice is {accepted}",
+        "None needed: a faster backend answers.",
+    )
+    ERROR_CLASS = (
+        "error_class",
+        "the error class is {given}; max_error accepts {accepted}",
+        "Raise `max_error`, or measure the backend with `sdpa-router tune`.",
+    )
+    NOT_NAMED = (
+        "not_named",
+        "backends is {given}; the log-sum-exp comes from {accepted} or from torch",
+        "Name `int8` among `backends`.",
+    )
+    BACKEND_FAILED = (
+        "backend_failed",
+        "it raised {given}; the router takes {accepted}",
+        "See the log line and what the backend says; leave it out of `backends`.",
+    )
     MASK_CAST = (
         "mask_cast",
         "the {given} mask was cast to {accepted}, because torch answers wrongly on a GPU without it",
@@ -190,7 +266,7 @@ class Code(_Text):
 
 
 class Reason(NamedTuple):
-    """Why a call does not take the int8 route, or a note about how torch was called.
+    """Why a backend does not answer a call, or a note about how torch was called.
 
     `given` and `accepted` are formatted only when `detail` is read: under torch.compile they may be symbolic.
     """
@@ -233,7 +309,10 @@ class MaskInfo:
 class Decision:
     """The answer to "who computes this call, and why"; holds no tensors.
 
-    reasons: all reasons against the int8 route, empty if it is taken.  notes: what was done besides.
+    reasons: all reasons against whoever was asked before and does not answer; empty if the first one does.
+    notes: what was done besides.  peer: the backend's name where another one than int8 and torch answers.
+    passed_over: (name, reasons) of everyone who was asked and does not answer, where more than int8 and torch could.
+    estimates: (name, milliseconds) by the cost table, where it decided.
 
     >>> print(explain(query, key, value, mask))
     sdpa because full_mask: the mask [1, 1, 4096, 512] has a row for each query; the kernel takes ...
@@ -243,19 +322,33 @@ class Decision:
     mask: MaskInfo
     reasons: tuple[Reason, ...] = ()
     notes: tuple[Reason, ...] = ()
+    peer: str | None = None
+    passed_over: tuple[tuple[str, tuple[Reason, ...]], ...] = ()
+    estimates: tuple[tuple[str, float], ...] = ()
 
     @property
     def routed(self) -> bool:
         """Whether the int8 kernel answers."""
         return self.route is Route.INT8
 
+    @property
+    def backend(self) -> str:
+        """Who answers: "int8", "sdpa" (torch) or the name of another backend."""
+        return self.peer or self.route.value
+
     def __str__(self) -> str:
-        why = f"because {'; '.join(map(str, self.reasons))}" if self.reasons else f"(mask: {self.mask})"
-        return " ".join((f"{self.route} {why}", *(f"({note})" for note in self.notes)))
+        if self.passed_over:
+            others = (f"not {name} because {'; '.join(map(str, reasons))}" for name, reasons in self.passed_over)
+            why = ", ".join((f"(mask: {self.mask})", *others))
+        elif self.reasons:
+            why = f"because {'; '.join(map(str, self.reasons))}"
+        else:
+            why = f"(mask: {self.mask})"
+        return " ".join((f"{self.backend} {why}", *(f"({note})" for note in self.notes)))
 
 
 class UnsupportedError(RuntimeError):
-    """The int8 route was required and can't answer; `decision` holds every reason."""
+    """A backend other than torch was required and none can answer; `decision` holds every reason."""
 
     def __init__(self, decision: Decision) -> None:
         super().__init__(decision)

@@ -13,11 +13,13 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from . import run
-from .decide import Call, decide, mask_cast_note, needs_mask_cast, reasons_against
-from .decision import Code, Decision, Reason, Route, UnsupportedError
+from .backends.base import BackendLimits, find_backend
+from .choose import choose
+from .decide import Call, call_against, decide, mask_cast_note, needs_mask_cast, reasons_against
+from .decision import Code, Decision, MaskKind, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
 from .recent import latest, remember, with_key_of_size
-from .record import Sighting, known, plain_number, sight
+from .record import Sighting, known, logger, plain_number, sight
 from .settings import settings_of, skipping, skips
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (float, int)
 _MAX_SCALE = LIMITS.max_scale
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# What an operator in a graph can leave to some backend or to torch; the rest torch.compile must see as torch's call.
+_ANYTHING = BackendLimits(_FLOATS, max_head_dim=2**31, masks=(MaskKind.PER_KEY, MaskKind.FULL))
 _recall = known.get
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
@@ -153,14 +158,60 @@ def _answer(
     if _modes() and under_foreign_mode() and not torch.compiler.is_compiling():  # export has a mode of its own
         call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return _answer_under_mode(sighting, attention, call)
-    sighting.tick()
-    if not sighting.decision.reasons:
+    if sighting.direct:
+        sighting.tick()
         settings = sighting.settings
         return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv, settings.precision)[0]
-    if sighting.settings.on_unsupported == "raise":
+    return _ask(sighting, attention, Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+
+
+def _ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tensor:
+    """Let the backend that was chosen answer, or the next one where it can't just now or fails."""
+    while sighting.decision.route is not Route.SDPA:
+        if sighting.instead is not None:
+            sighting = sighting.instead
+            continue
+        backend = find_backend(sighting.decision.backend)
+        reasons = tuple(backend.reasons_now(call)) if backend.reasons_now is not None else ()
+        if reasons:
+            sighting = _without(sighting, call, reasons)
+            continue
+        try:
+            out = run.backend(backend, call, sighting.settings, attention)
+        except Exception as error:
+            if sighting.settings.on_error == "raise":
+                sighting.tick()
+                _attach(error, sighting.decision)
+                raise
+            logger.warning("%s failed, the next backend answers from now on: %s", backend.name, error)
+            failed = Reason(Code.BACKEND_FAILED, f"{type(error).__name__}: {error}", "an answer")
+            sighting.instead = _without(sighting, call, (failed,))
+            continue
+        sighting.tick()
+        return out
+    sighting.tick()
+    if sighting.settings.on_unsupported == "raise" and sighting.decision.reasons:
         raise UnsupportedError(sighting.decision)
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return run.native(call, attention, cast_mask=True)
+    return run.native(call, attention, cast_mask=bool(sighting.decision.notes))
+
+
+def _without(sighting: Sighting, call: Call, reasons: tuple[Reason, ...]) -> Sighting:
+    """Decide again, with these reasons against the backend that was chosen."""
+    name = sighting.decision.backend
+    refused = {**sighting.refused, name: (*sighting.refused.get(name, ()), *reasons)}
+    key = ("without", sighting, tuple(reason.code for reason in reasons))
+    made = known.get(key)
+    if made is None:
+        made = sight(key, call, choose(call, sighting.settings, refused), sighting.settings)
+        made.refused = refused
+    return made
+
+
+def _attach(error: Exception, decision: Decision) -> None:
+    """Let the error of a backend tell which decision led there, as `.decision` and as a note."""
+    error.decision = decision  # type: ignore[attr-defined]
+    notes = getattr(error, "__notes__", [])
+    error.__notes__ = [*notes, f"sdpa_router chose {decision}"]  # type: ignore[attr-defined]
 
 
 def under_foreign_mode() -> bool:
@@ -174,12 +225,12 @@ def _answer_under_mode(sighting: Sighting, attention: run.Attention, call: Call)
     from .patch import as_if_absent
 
     decision, settings = sighting.decision, sighting.settings
-    if decision.routed:
+    if decision.route is not Route.SDPA:
         reasons = (Reason(Code.FUNCTORCH, "a TorchFunctionMode", "plain calls"),)
         refused = Decision(Route.SDPA, decision.mask, reasons, mask_cast_note(call))
         sighting = sight(("mode", sighting), call, refused, settings)
     sighting.tick()
-    if settings.on_unsupported == "raise":
+    if settings.on_unsupported == "raise" and sighting.decision.reasons:
         raise UnsupportedError(sighting.decision)
 
     def visibly(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -193,7 +244,7 @@ def _judge(call: Call, name: str, skipped: bool, signature: Hashable) -> Sightin
     settings = settings_of(name)
     if settings.skip is not None:
         settings = dataclasses.replace(settings, skip=lambda _: skipped)  # asked once a call
-    decision = decide(call, settings)
+    decision = choose(call, settings)
     return sight(signature or (name, str(decision)), call, decision, settings)
 
 
@@ -208,11 +259,18 @@ def _autocast(device_type: str) -> tuple[bool, torch.dtype] | None:
     return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
 
+def _everywhere(device: torch.device) -> Reason | None:
+    return None
+
+
 def _traced(call: Call, name: str, attention: run.Attention) -> torch.Tensor:
     """Answer a call that torch.compile traces: no counter, dict, lock or log line may be touched here."""
     from torch._dynamo.comptime import comptime
 
     settings = settings_of(name)
+    if not settings.only_int8 and not any(call_against(call, _ANYTHING, _everywhere)):
+        # Who answers depends on sizes, and peers can't be traced: the operator decides when it runs.
+        return torch.ops.sdpa_router.routed_attention(*call, name)  # type: ignore[no-any-return]
     # All of these are local variables because record_trace reads them.
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call  # noqa: RUF059
     codes = [reason.code.value for reason in reasons_against(call, settings)]
@@ -228,7 +286,7 @@ def record_trace(context: ComptimeContext) -> None:
     """Record the call in whose _traced() torch.compile is: `context` gives its local variables."""
     name, *arguments = (_example(context.get_local(local)) for local in ("name", *Call._fields))
     call, settings = Call(*arguments), settings_of(name)
-    decision = decide(call, settings)
+    decision = choose(call, settings)
     sight(("trace", name, str(decision), str(arguments)), call, decision, settings, "trace").tick()
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdpa_router import explain
+from sdpa_router.choose import choose
+from sdpa_router.decide import Call
 from sdpa_router.decision import Decision, Reason
+from sdpa_router.settings import FASTEST, Settings
 
 _DTYPES = {
     "fp16": torch.float16,
@@ -93,7 +95,9 @@ def decide_for(arguments: argparse.Namespace) -> Decision:
         torch.empty(sizes, dtype=arguments.dtype, device="meta") for sizes in (key_shape, arguments.v or key_shape)
     )
     attn_mask = _make_mask(arguments.mask, arguments.mask_dtype, arguments.q, key_shape)
-    return explain(query, key, value, attn_mask, arguments.dropout, arguments.causal, enable_gqa=arguments.gqa)
+    names = FASTEST if arguments.backends == FASTEST else tuple(arguments.backends.split(","))
+    call = Call(query, key, value, attn_mask, arguments.dropout, arguments.causal, enable_gqa=arguments.gqa)
+    return choose(call, Settings(backends=names))
 
 
 def _make_mask(
@@ -130,6 +134,7 @@ def as_json(decision: Decision) -> dict[str, Any]:
     info = decision.mask
     return {
         "route": decision.route.value,
+        "backend": decision.backend,
         "mask": {
             "kind": info.kind.value,
             "why": info.why,
@@ -139,4 +144,6 @@ def as_json(decision: Decision) -> dict[str, Any]:
         },
         "reasons": [plain(reason) for reason in decision.reasons],
         "notes": [plain(note) for note in decision.notes],
+        "passed_over": {name: [plain(reason) for reason in reasons] for name, reasons in decision.passed_over},
+        "estimates": dict(decision.estimates),
     }

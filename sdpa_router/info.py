@@ -6,20 +6,25 @@ import functools
 import inspect
 import os
 import platform
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sdpa_router import __version__
-from sdpa_router.decide import switched_off
+from sdpa_router.backends.base import candidates, find_backend
+from sdpa_router.costs import table_for, tuned_table
+from sdpa_router.decide import Call, switched_off
 from sdpa_router.decision import Code, Reason
 from sdpa_router.kernels.int8_attention.configs import kernel_name, why_portable
-from sdpa_router.kernels.int8_attention.limits import LIMITS, unavailable
+from sdpa_router.kernels.int8_attention.limits import LIMITS, Crossover, unavailable
+from sdpa_router.settings import Settings
 
-_PACKAGES = ("torch", "triton", "numpy", "diffusers", "transformers", "comfy-kitchen", "sageattention")
-_VARIABLES = ("SDPA_ROUTER", "SDPA_ROUTER_JSONL", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+_PACKAGES = ("torch", "triton", "numpy", "diffusers", "transformers", "comfy-kitchen", "sageattention", "fa3-fwd")
+_VARIABLES = ("SDPA_ROUTER", "SDPA_ROUTER_JSONL", "SDPA_ROUTER_LOG", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
 
 def environment() -> dict[str, Any]:
@@ -38,6 +43,7 @@ def environment() -> dict[str, Any]:
             "pv": list(LIMITS.pv),
             "precision": list(LIMITS.precision),
         },
+        "backends": backends(),
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
         "sdpa": sdpa_owner(),
     }
@@ -71,12 +77,44 @@ def _device_facts(device: torch.device) -> dict[str, Any]:
     if why is None and off is not None:
         facts.update(int8=False, why=Reason(Code.DISABLED, off, "any other value, or none").detail)
     facts["kernel"] = _kernel(device) if facts["int8"] else None
+    facts["costs"] = _costs(device)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["name"] = properties.name
         facts["memory_gib"] = round(properties.total_memory / 2**30, 1)
         facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return facts
+
+
+def backends() -> dict[str, str | None]:
+    """Return why a usual call on the current device can't go to each backend, None for those it can go to."""
+    device = _devices()[0]
+    with FakeTensorMode():
+        sample = torch.empty(1, 1, 256, 128, dtype=torch.bfloat16, device=device)
+    call, settings = Call(sample, sample, sample), Settings(min_kv=0)
+    return {name: _first(find_backend(name).reasons_against(call, settings)) for name in candidates()}
+
+
+def _first(reasons: Iterator[Reason]) -> str | None:
+    return next((f"no, {reason.detail}" for reason in reasons), None)
+
+
+def _costs(device: torch.device) -> str | None:
+    """Return which measured costs hold on `device`."""
+    if device.type != "cuda":
+        return None
+    table = table_for(device)
+    if table is None:
+        return "none measured: rules decide; `sdpa-router tune` measures"
+    errors = ", ".join(f"{name} {table.error_class(name):.2g}" for name in table.errors)
+    lengths = (table.crossover(head_dim) for head_dim in (64, 128))
+    pays = ", ".join(_pays(length) for length in lengths)
+    kind = "tuned" if tuned_table(device) is not None else "shipped"
+    return f"{kind}, {len(table.points)} calls ({table.source}); errors: {errors}; int8 pays from {pays} keys"
+
+
+def _pays(length: Crossover | None) -> str:
+    return "?" if length is None else f"{length.masked or 'no number of'} (masked) and {length.unmasked or 'no number'}"
 
 
 def _kernel(device: torch.device) -> str:

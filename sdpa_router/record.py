@@ -26,13 +26,14 @@ import torch
 
 from . import recent
 from .decide import PLAIN_TYPES, Call
-from .decision import Decision, Route, show
+from .decision import Decision, Reason, Route, show
 from .settings import Settings
 
 logger = logging.getLogger("sdpa_router.dispatch")
 
 # Signatures kept apart; when there are more, they are folded into the totals and the next ones are kept.
 MAX_SIGHTINGS = 4096
+_TOP_REASONS = 3
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__))
 
 
@@ -40,7 +41,7 @@ class Sighting:
     """A decision, the call that it was made for (as metadata, in no tensor), and how often it was needed."""
 
     __slots__ = (
-        *("as_given", "decision", "phase", "settings", "tick"),
+        *("as_given", "decision", "direct", "instead", "number", "phase", "refused", "settings", "tick"),
         *("_call", "_caller", "_reads", "_ticks", "_time"),
     )
 
@@ -49,7 +50,13 @@ class Sighting:
     ) -> None:
         self.decision = decision
         self.settings = settings
-        self.as_given = not (decision.routed or decision.notes or settings.on_unsupported == "raise")
+        refuses = settings.on_unsupported == "raise" and decision.reasons
+        self.as_given = decision.route is Route.SDPA and not (decision.notes or refuses)
+        self.direct = decision.routed and settings.on_error == "raise"
+        # Where a backend failed or can't answer just now: who answers instead, and the reasons so far by backend.
+        self.instead: Sighting | None = None
+        self.refused: dict[str, tuple[Reason, ...]] = {}
+        self.number = next(_numbers)
         self.phase = "capture" if phase == "eager" and _capturing() else phase
         self._time = time.time()
         self._caller = caller
@@ -69,8 +76,8 @@ class Sighting:
 
     @property
     def outcome(self) -> tuple[str, tuple[str, ...]]:
-        """The route and the distinct reason codes."""
-        return self.decision.route.value, tuple({reason.code.value: None for reason in self.decision.reasons})
+        """Who answers and the distinct reason codes."""
+        return self.decision.backend, tuple({reason.code.value: None for reason in self.decision.reasons})
 
     def record(self) -> dict[str, Any]:
         """Return everything but the count, as types of strict JSON."""
@@ -83,9 +90,12 @@ class Sighting:
             "time": self._time,
             "pid": os.getpid(),
             "phase": self.phase,
-            "backend": self.decision.route.value,
-            "reasons": [reason.code.value for reason in self.decision.reasons],
+            "number": self.number,
+            "backend": self.decision.backend,
+            "reasons": list(self.outcome[1]),
             "notes": [note.code.value for note in self.decision.notes],
+            "passed_over": {name: [r.code.value for r in reasons] for name, reasons in self.decision.passed_over},
+            "estimates": dict(self.decision.estimates),
             "detail": str(self.decision),
             "signature": shown,
             "mask": {"kind": self.decision.mask.kind.value, **mask},
@@ -98,6 +108,7 @@ _folded: Counter[tuple[str, tuple[str, ...]]] = Counter()
 _open: weakref.WeakSet[Recording] = weakref.WeakSet()
 _lock = threading.RLock()
 _json_broken = False
+_numbers = itertools.count()
 
 
 def sight(key: Hashable, call: Call, decision: Decision, settings: Settings, phase: str = "eager") -> Sighting:
@@ -117,7 +128,7 @@ def sight(key: Hashable, call: Call, decision: Decision, settings: Settings, pha
             if settings.log and logger.isEnabledFor(logging.INFO):
                 logger.info("%s at %s:%s %s (%s)", decision, *caller, made.phase)
         _write_json({"event": "first"}, made, level + 1)
-        if settings.on_unsupported == "warn" and not decision.routed:
+        if settings.on_unsupported == "warn" and decision.route is Route.SDPA and decision.reasons:
             warnings.warn(str(decision), stacklevel=level)
     return sighting
 
@@ -140,6 +151,8 @@ def reset_stats() -> None:
 def _forget() -> None:
     for recording in _open:
         recording.keep()
+    if counts := _counts([(sighting, sighting.count) for sighting in known.values()]):
+        _write_json({"event": "counts", "pid": os.getpid(), "counts": counts})
     known.clear()
     recent.forget()
 
@@ -147,8 +160,8 @@ def _forget() -> None:
 def stats() -> dict[str, Any]:
     """Return what was decided since the start or the last reset_stats().
 
-    calls: their number.  routes: calls by route, "int8" and "sdpa".  reasons: calls by reason code; a call may count
-    under several.  signatures: one dict for each signature, as in `Recording.records`.
+    calls: their number.  routes: calls by who answered, "int8", "sdpa" (torch) or another backend.  reasons: calls by
+    reason code; a call may count under several.  signatures: one dict for each signature, as in `Recording.records`.
     """
     with _lock:
         counted = [(sighting, sighting.count) for sighting in known.values()]
@@ -187,8 +200,8 @@ class Recording:
     def records(self) -> list[dict[str, Any]]:
         """One dict for each signature that was called, in the order of first sight; `count` is of this context alone.
 
-        time, pid, phase ("eager", "trace", "capture"), backend, reasons (codes), notes (codes), detail, signature,
-        mask, caller, count.
+        time, pid, phase ("eager", "trace", "capture"), number (of the first sight), backend, reasons (codes), notes
+        (codes), passed_over (codes by backend), estimates (ms by backend), detail, signature, mask, caller, count.
         """
         counted = self._counted() if self._after is None else self._after
         return [{**sighting.record(), "count": count} for sighting, count in counted]
@@ -242,15 +255,21 @@ def record() -> Recording:
     return Recording()
 
 
+def _counts(counted: list[tuple[Sighting, int]]) -> dict[str, int]:
+    """Return the calls of each signature by the number that its first line in the JSON file has."""
+    return {str(sighting.number): count for sighting, count in counted if count}
+
+
 def _totals(counted: list[tuple[Sighting, int]]) -> dict[str, Any]:
     calls = Counter(_folded)
     for sighting, count in counted:
         calls[sighting.outcome] += count
-    routes = {route.value: 0 for route in Route}
+    routes = {Route.INT8.value: 0, Route.SDPA.value: 0}
     reasons: Counter[str] = Counter()
     for (route, codes), count in calls.items():
-        routes[route] += count
-        reasons.update(dict.fromkeys(codes, count) if count else {})
+        if count:
+            routes[route] = routes.get(route, 0) + count
+            reasons.update(dict.fromkeys(codes, count))
     return {"calls": sum(routes.values()), "routes": routes, "reasons": dict(reasons)}
 
 
@@ -320,7 +339,34 @@ def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: i
 
 @atexit.register
 def _write_totals() -> None:
-    totals = stats()
-    if totals["calls"]:
-        del totals["signatures"]
-        _write_json({"event": "totals", "time": time.time(), "pid": os.getpid(), **totals})
+    with _lock:
+        counted = [(sighting, sighting.count) for sighting in known.values()]
+        totals = _totals(counted)
+    if not totals["calls"]:
+        return
+    where = {"time": time.time(), "pid": os.getpid(), "devices": _devices()}
+    _write_json({"event": "totals", **where, **totals, "counts": _counts(counted)})
+    if os.environ.get("SDPA_ROUTER_LOG", "").strip().lower() == "info":
+        print(summary(totals), file=sys.stderr)
+
+
+def _devices() -> list[str]:
+    if not torch.cuda.is_initialized():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def summary(totals: dict[str, Any]) -> str:
+    """Return totals as one line: calls, how many of them were routed, and the most frequent reasons.
+
+    >>> summary({"calls": 4, "routes": {"int8": 3, "sdpa": 1}, "reasons": {"short": 1}})
+    'sdpa_router: 4 attention calls, 3 routed (75 %): int8 3, torch 1; reasons: short 1'
+    """
+    calls, routes = totals["calls"], dict(totals["routes"])
+    native = routes.pop(Route.SDPA.value)
+    routed = calls - native
+    share = f" ({routed / calls:.0%})".replace("%", " %") if calls else ""
+    who = ", ".join(f"{name} {count}" for name, count in {**routes, "torch": native}.items() if count)
+    top = sorted(totals["reasons"].items(), key=lambda item: -item[1])[:_TOP_REASONS]
+    why = "; reasons: " + ", ".join(f"{code} {count}" for code, count in top) if top else ""
+    return f"sdpa_router: {calls} attention calls, {routed} routed{share}: {who}{why}"

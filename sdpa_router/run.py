@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from .backends.base import Backend
 from .decide import Call
 from .kernels.int8_attention import op as _op  # registers the operators
 from .kernels.int8_attention.configs import describable
 from .mask import key_view
+from .settings import Settings
 
 if TYPE_CHECKING:
     from .qk import QuantizedQK
@@ -97,6 +99,15 @@ def compile_errors() -> tuple[type[Exception], ...]:
 def empty_outputs(query: torch.Tensor, *, lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) to be filled, with the strides that the int8 kernel gives by itself."""
     return _op._empty_out(query, lse)
+
+
+def backend(chosen: Backend, call: Call, settings: Settings, attention: Attention) -> torch.Tensor:
+    """Answer `call` with a backend that was decided on, heads inside the sequence in memory where the query's are."""
+    out = chosen.run(call, settings, attention)
+    query = call.query
+    if 0 < query.stride(1) < query.stride(2) and not 0 < out.stride(1) < out.stride(2):
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out
 
 
 def native(call: Call, attention: Attention, *, cast_mask: bool) -> torch.Tensor:

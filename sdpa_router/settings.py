@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from .backends.base import backend_names
 from .kernels.int8_attention.limits import LIMITS
 
 if TYPE_CHECKING:
     from .decide import Call
 
 ON_UNSUPPORTED = ("fallback", "warn", "raise")
+ON_ERROR = ("raise", "fallback")
+BACKENDS = ("int8", "torch")
+FASTEST = "fastest"
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,10 @@ class Settings:
     min_kv: the fewest keys to route; None takes the measured crossover.  pv: precision of P @ V, "auto", "16bit" or
     "fp8".  precision: of the int8 scores, "auto" (keys share scales) or "high" (a scale for each key).
     skip: a predicate on the Call; True sends it to torch.  log: whether a first sight is logged.
+    backends: names in the order of preference, or "fastest"; torch answers what nobody else does.
+    allow_mask_blind: whether backends are taken whose scales depend on what masked keys hold.
+    max_error: the largest error class (the worst relative error that `sdpa-router tune` measured) to take.
+    on_error: whether the error of a backend is raised, or the next one answers ("fallback").
     """
 
     on_unsupported: str = "fallback"
@@ -33,6 +41,10 @@ class Settings:
     precision: str = "auto"
     skip: Callable[[Call], bool] | None = None
     log: bool = True
+    backends: str | tuple[str, ...] = BACKENDS
+    allow_mask_blind: bool = False
+    max_error: float | None = None
+    on_error: str = "raise"
 
     def __post_init__(self) -> None:
         if self.on_unsupported not in ON_UNSUPPORTED:
@@ -51,6 +63,27 @@ class Settings:
             raise TypeError(f"skip is {self.skip!r}; accepted: None or a function of a Call that is hashable") from None
         if type(self.log) is not bool:
             raise TypeError(f"log is {self.log!r}; accepted: True or False")
+        self._check_backends()
+
+    def _check_backends(self) -> None:
+        if isinstance(self.backends, list):
+            object.__setattr__(self, "backends", tuple(self.backends))
+        names = () if self.backends == FASTEST else self.backends
+        known = backend_names()
+        if not isinstance(names, tuple) or not all(name in known for name in names) or len({*names}) < len(names):
+            accepted = f"{FASTEST!r} or different names out of {', '.join(known)}"
+            raise ValueError(f"backends is {self.backends!r}; accepted: {accepted}")
+        if type(self.allow_mask_blind) is not bool:
+            raise TypeError(f"allow_mask_blind is {self.allow_mask_blind!r}; accepted: True or False")
+        if self.max_error is not None and not (type(self.max_error) in (int, float) and self.max_error >= 0):
+            raise ValueError(f"max_error is {self.max_error!r}; accepted: None or a number of at least 0")
+        if self.on_error not in ON_ERROR:
+            raise ValueError(f"on_error is {self.on_error!r}; accepted: {', '.join(ON_ERROR)}")
+
+    @property
+    def only_int8(self) -> bool:
+        """Whether int8 and torch are all there is to choose from, by rules alone."""
+        return self.backends == BACKENDS and self.max_error is None and self.on_error == "raise"
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -156,7 +156,7 @@ def test_explain_names_every_reason(capsys, arguments, codes):
         (["demo", "--model", "--plot", "x.png"], "--plot", "without --model"),
         (["frobnicate"], "frobnicate", "info"),
         (["info", "--yaml"], "--yaml", ""),
-        ([], "info|explain|check|demo", ""),
+        ([], "info|explain|check|tune|report|demo", ""),
     ],
 )
 def test_bad_arguments_give_one_line(capsys, arguments, given, accepted):

@@ -1,0 +1,90 @@
+"""`comfy`: comfy-kitchen's int8 attention, with int8 probabilities: a key bias, no causal mask, no log-sum-exp."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ..decide import Call, call_against, is_regular
+from ..decision import Code, MaskKind, Reason
+from ..mask import key_view
+from ..settings import Settings
+from .base import Backend, BackendLimits
+from .peers import EntryPoint, entry_point, on_gpu, softmax_scale, uneven_strides
+
+LIMITS = BackendLimits(masks=(MaskKind.PER_KEY,), causal="none", positive_scale=True, blind=True, error=0.02)
+_NEEDS = ("q", "k", "v", "scale", "attn_mask")
+_MIN_CAPABILITY = (7, 5)
+_MIN_DRIVER = 13000
+# Heads of these sizes are read in place, by rows of 4 elements; others are padded into a copy.
+_IN_PLACE = (64, 128, 256)
+_ABSORBS = 2.0**24
+
+
+def _found() -> EntryPoint:
+    return entry_point("comfy_kitchen", "int8_attention", _NEEDS)
+
+
+@functools.cache
+def _driver() -> int | None:
+    """Return the CUDA version of the driver as 1000 major + 10 minor, None where it can't be asked."""
+    version = ctypes.c_int()
+    try:
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        failed = library.cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value
+
+
+def _unavailable(device: torch.device) -> Reason | None:
+    missing = on_gpu(device, _MIN_CAPABILITY)
+    if missing is not None:
+        return missing
+    if _found().function is None:
+        return Reason(Code.PACKAGE, _found().why, "comfy-kitchen with its CUDA extension")
+    driver = _driver()
+    if driver is not None and driver < _MIN_DRIVER:
+        return Reason(Code.DRIVER, f"{driver // 1000}.{driver % 1000 // 10}", "13.0 or newer")
+    available = entry_point("comfy_kitchen", "int8_attention_is_available", ())
+    if available.function is not None and not available.function(device):
+        return Reason(Code.PACKAGE, "comfy_kitchen says that its extension does not run here", "one that does")
+    return None
+
+
+def _reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
+    yield from call_against(call, LIMITS, _unavailable)
+    if call.attn_mask is not None and not settings.allow_mask_blind:
+        yield Reason(Code.MASK_BLIND, "all keys, masked ones too", "that with allow_mask_blind=True")
+    if is_regular(call) and call.query.shape[3] in _IN_PLACE:
+        yield from uneven_strides(call, 4)
+
+
+def _anchored(query: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move a bias so that its largest value in a row is 0: comfy-kitchen answers 0 where all are under -34657.
+
+    Softmax doesn't see it, and a row that is -inf everywhere stays so. From 2**24 on a bias absorbs the scores, as in
+    float32: there the query is set to 0. Returns (query, mask).
+    """
+    bias = key_view(mask)
+    if bias.dtype == torch.bool:
+        return query, bias
+    bias = bias.float()
+    largest = bias.amax(dim=-1, keepdim=True)
+    anchored = bias - largest.masked_fill(largest == -float("inf"), 0)
+    return query * (largest.abs() < _ABSORBS).to(query.dtype), anchored
+
+
+def _run(call: Call, settings: Settings, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
+    function = _found().function
+    assert function is not None
+    query, mask = (call.query, None) if call.attn_mask is None else _anchored(call.query, call.attn_mask)
+    out: torch.Tensor = function(query, call.key, call.value, scale=softmax_scale(call), attn_mask=mask)
+    return out
+
+
+BACKENDS = (Backend("comfy", LIMITS, _reasons_against, _run),)

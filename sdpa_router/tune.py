@@ -1,0 +1,236 @@
+"""`sdpa-router tune`: measure every usable backend on this GPU, times by call and errors by kind of inputs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import run
+from .backends.base import TORCH, candidates, find_backend
+from .costs import Point, Size, Table, facts_of, table_path, tuned_table
+from .decide import Call, needs_mask_cast
+from .settings import Settings
+from .testing import fade_bias, gaussian, outliers, relative_error, sdpa_oracle
+
+Progress = Callable[[list[Any]], Iterable[Any]]
+Answer = Callable[[], Tensor]
+
+# Milliseconds that a backend is timed for a call, in laps of at least _LAP_MS, which hide the clock's resolution.
+_BUDGET_MS = 50.0
+_LAP_MS = 1.0
+_ROUNDS = (3, 15)
+_MOST_LOOPS = 50
+# A backend that is farther off torch's answer than this is broken, not rough.
+_BROKEN = 0.25
+_MOST_MASK = 2**28
+
+
+class Shape(NamedTuple):
+    """A call to be measured."""
+
+    size: Size
+    kv_heads: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+def quick_grid() -> list[Shape]:
+    """About 30 calls: square ones of two head_dims, cross attention, causal ones."""
+    squares = itertools.product((512, 1024, 2048, 4096, 8192), (64, 128), ("none", "key"))
+    sizes = [Size(1, 24, n, n, head_dim, mask) for n, head_dim, mask in squares]
+    for mask in ("none", "key"):
+        sizes += [Size(1, 24, 16384, 16384, 128, mask), *(Size(1, 24, 16384, n, 128, mask) for n in (512, 2048))]
+    sizes += [Size(1, 24, n, n, 128, "none", True) for n in (2048, 8192)]
+    return [Shape(size, size.heads) for size in sizes]
+
+
+def full_grid() -> list[Shape]:
+    """The quick grid, more lengths and head_dims, full masks."""
+    squares = itertools.product((256, 1536, 3072, 6144, 12288, 32768), (64, 128), ("none", "key"))
+    sizes = [Size(1, 24, n, n, head_dim, mask) for n, head_dim, mask in squares]
+    wide = itertools.product((1024, 2048, 4096, 8192), (96, 256), ("none", "key"))
+    sizes += [Size(1, 24, n, n, head_dim, mask) for n, head_dim, mask in wide]
+    sizes += [Size(1, 24, 4096, n, 128, mask) for n in (256, 1024, 16384, 33600) for mask in ("none", "key")]
+    sizes += [Size(1, 24, n, n, head_dim, "none", True) for n in (1024, 4096, 16384) for head_dim in (64, 128)]
+    sizes += [Size(1, 24, n, n, 128, "full") for n in (512, 1024, 2048, 4096, 8192)]
+    return quick_grid() + [Shape(size, size.heads) for size in sizes]
+
+
+def recorded_shapes(path: Path) -> list[Shape]:
+    """Return the different calls in a file that SDPA_ROUTER_JSONL named, of those that a backend could answer.
+
+    Raises OSError, and ValueError for a line that is no JSON or a file without such a call.
+    """
+    found: dict[Shape, None] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            event = json.loads(line)
+            shape = _shape_of(event) if event.get("event") == "first" else None
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"line {number} of {path} is no record of a call: {error}") from error
+        if shape is not None:
+            found[shape] = None
+    if not found:
+        raise ValueError(f"{path} holds no call of fp16 or bf16 tensors of four axes")
+    return list(found)
+
+
+def size_of_record(record: Mapping[str, Any]) -> Size | None:
+    """Return what the costs of a recorded call depend on, None for one of unusual tensors."""
+    signature = record["signature"]
+    query, key = signature["query"], signature["key"]
+    if len(query.get("shape", ())) != 4 or len(key.get("shape", ())) != 4 or 0 in (*query["shape"], *key["shape"]):
+        return None
+    batch, heads, q_len, head_dim = query["shape"]
+    mask = {"none": "none", "per_key": "key", "full": "full"}.get(record["mask"]["kind"])
+    if mask is None:
+        return None
+    return Size(batch, heads, q_len, key["shape"][2], head_dim, mask, signature["is_causal"] is True)
+
+
+def _shape_of(record: Mapping[str, Any]) -> Shape | None:
+    size = size_of_record(record)
+    signature = record["signature"]
+    dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+    dtype = dtypes.get(signature["query"].get("dtype", ""))
+    if size is None or dtype is None or (size.mask == "full" and size.q_len * size.kv_len > _MOST_MASK):
+        return None
+    return Shape(size, signature["key"]["shape"][1], dtype)
+
+
+def tune(shapes: list[Shape], device: torch.device, progress: Progress = lambda items: items) -> Table:
+    """Measure `shapes` and the errors of all backends on `device`; keeps what the user's table knew of other calls.
+
+    A call that does not fit into memory, or a backend that fails, is left out.
+    """
+    tuned = tuned_table(device)
+    points = {} if tuned is None else {point.size: point for point in tuned.points}
+    with torch.no_grad():
+        errors = measure_errors(device)
+        for shape in progress(shapes):
+            try:
+                ms = measure(shape, device)
+            except torch.OutOfMemoryError:
+                continue
+            finally:
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+            points[shape.size] = Point(shape.size, ms)
+    facts = facts_of(device)
+    return Table(tuple(points.values()), errors, facts, str(table_path(facts)))
+
+
+def measure(shape: Shape, device: torch.device) -> dict[str, float]:
+    """Return milliseconds a call by backend, quantisation and host time included, in turns; torch among them."""
+    call = _call(shape, device)
+    answers = _answers(call)
+    expected = answers[TORCH]().float()
+    right: dict[str, Answer] = {}
+    for name, answer in answers.items():
+        try:
+            if relative_error(answer(), expected) < _BROKEN:
+                right[name] = answer
+        except Exception:
+            continue
+    del expected
+    return _times(right, device)
+
+
+def measure_errors(device: torch.device) -> dict[str, dict[str, float]]:
+    """Return the relative error against float64 by backend and kind of inputs: gaussian, outliers, smooth."""
+    errors: dict[str, dict[str, float]] = {}
+    makers: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+        "gaussian": gaussian,
+        "outliers": outliers,
+        "smooth": smooth,
+    }
+    for kind, make in makers.items():
+        query, key, value = make(1, 4, 512, 2048, 128, dtype=torch.bfloat16, device=device)
+        expected = sdpa_oracle(query, key, value)[0]
+        for name, answer in _answers(Call(query, key, value)).items():
+            try:
+                error = relative_error(answer(), expected)
+            except Exception:
+                continue
+            if math.isfinite(error):
+                errors.setdefault(name, {})[kind] = round(error, 6)
+    return errors
+
+
+def smooth(batch: int, heads: int, q_len: int, kv_len: int, head_dim: int, **options: Any) -> tuple[Tensor, ...]:
+    """Make inputs that vary slowly along the sequence, as those of video models: one drawn row in 64, and noise."""
+    steps = max(q_len, kv_len) // 64 + 2
+    coarse = gaussian(batch, heads, steps, steps, head_dim, **{**options, "dtype": torch.float32})
+    fine = gaussian(batch, heads, q_len, kv_len, head_dim, **{**options, "dtype": torch.float32})
+    made = []
+    for rows, noise in zip(coarse, fine, strict=True):
+        flat = rows.flatten(0, 1).transpose(1, 2)
+        slow = torch.nn.functional.interpolate(flat, size=noise.shape[2], mode="linear").transpose(1, 2)
+        made.append((slow.reshape(noise.shape) + 0.1 * noise).to(options["dtype"]).contiguous())
+    return tuple(made)
+
+
+def _call(shape: Shape, device: torch.device) -> Call:
+    batch, heads, q_len, kv_len, head_dim, mask, is_causal = shape.size
+    options: dict[str, Any] = {"kv_heads": shape.kv_heads, "dtype": shape.dtype, "device": device}
+    query, key, value = gaussian(batch, heads, q_len, kv_len, head_dim, **options)
+    bias: Tensor | None = None
+    if mask == "key":
+        bias = fade_bias(kv_len, device=device).to(shape.dtype)
+    elif mask == "full":
+        bias = torch.randn(1, 1, q_len, kv_len, device=device).to(shape.dtype)
+    return Call(query, key, value, bias, 0.0, is_causal, None, heads != shape.kv_heads)
+
+
+def _answers(call: Call) -> dict[str, Answer]:
+    """Return a function for everyone who can answer the call, whatever the size."""
+    settings = Settings(allow_mask_blind=True, min_kv=0)
+    native = run.torch_attention()
+    answers: dict[str, Answer] = {TORCH: lambda: run.native(call, native, cast_mask=needs_mask_cast(call))}
+    for name in candidates():
+        backend = find_backend(name)
+        if not any(backend.reasons_against(call, settings)):
+            answers[name] = functools.partial(run.backend, backend, call, settings, native)
+    return answers
+
+
+def _times(answers: Mapping[str, Answer], device: torch.device) -> dict[str, float]:
+    """Return the median milliseconds of each, one lap each a round, another one first each time."""
+    loops, rounds = {}, {}
+    for name, answer in answers.items():
+        once = min(_lap(answer, 1, device) for _ in range(2))
+        loops[name] = max(1, min(_MOST_LOOPS, math.ceil(_LAP_MS / max(once, 1e-4))))
+        rounds[name] = max(_ROUNDS[0], min(_ROUNDS[1], int(_BUDGET_MS / max(once * loops[name], 1e-4))))
+    laps: dict[str, list[float]] = {name: [] for name in answers}
+    names = list(answers)
+    for number in range(max(rounds.values())):
+        for name in _rotated(names, number):
+            if number < rounds[name]:
+                laps[name].append(_lap(answers[name], loops[name], device))
+    return {name: round(statistics.median(times), 6) for name, times in laps.items()}
+
+
+def _rotated(names: list[str], number: int) -> Iterator[str]:
+    first = number % len(names)
+    yield from names[first:] + names[:first]
+
+
+def _lap(answer: Answer, loops: int, device: torch.device) -> float:
+    """Milliseconds a call of `loops` calls back to back on an idle device: the slower of host and device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(loops):
+        answer()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / loops * 1e3

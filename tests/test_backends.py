@@ -1,0 +1,661 @@
+"""Other backends: who answers and why not, each peer's hazards on stand-ins with its real signature."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import sys
+
+import peer_stand_ins as stand_ins
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import sdpa_router
+from sdpa_router import Backend, BackendLimits, Code, Reason, Route, Settings, cli, explain, lse, route, stats
+from sdpa_router.backends import base, comfy, fa3, sage, torch_sdpa
+from sdpa_router.backends.peers import entry_point, on_gpu
+from sdpa_router.choose import choose
+from sdpa_router.decide import Call, decide
+from sdpa_router.settings import intern
+from sdpa_router.testing import relative_error, sdpa_oracle
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Made here because torch 2.7 looks for a driver at the first one, unless there is no GPU.
+with FakeTensorMode():
+    FAKES = torch.empty(1, 2, 64, 64, dtype=BF16, device="cuda"), torch.empty(1, 1, 64, 64, device="cuda")
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """Let CPU tensors pass for those of a Hopper GPU where peers are asked."""
+    for module in (fa3, comfy, sage):
+        monkeypatch.setattr(module, "on_gpu", lambda *arguments: None)
+    monkeypatch.setattr(comfy, "_driver", lambda: 13000)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: 0)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: 0)
+    entry_point.cache_clear()
+    fa3._build_flags.cache_clear()
+    sdpa_router.reset_stats()
+    yield
+    entry_point.cache_clear()
+    fa3._build_flags.cache_clear()
+
+
+def draw(q_len=64, kv_len=128, head_dim=64, heads=2, kv_heads=None, dtype=BF16):
+    query = torch.randn(1, heads, q_len, head_dim).to(dtype)
+    key, value = (torch.randn(1, kv_heads or heads, kv_len, head_dim).to(dtype) for _ in range(2))
+    return query, key, value
+
+
+def codes(name, *tensors, settings=None, **arguments):
+    """Codes of the reasons against one backend."""
+    decision = choose(Call(*tensors, **arguments), settings or Settings(backends=(name,)))
+    return [reason.code for other, reasons in decision.passed_over if other == name for reason in reasons]
+
+
+def assert_right(out, query, key, value, mask=None, budget=0.01, **options):
+    expected = sdpa_oracle(query, key, value, mask, **options)[0]
+    assert out.dtype == query.dtype
+    assert out.shape == expected.shape
+    assert relative_error(out, expected) < budget
+
+
+# --- the choice
+
+
+def test_the_order_is_the_users_and_every_reason_is_told(monkeypatch):
+    stand_ins.Comfy().module(monkeypatch)
+    stand_ins.Fa3().module(monkeypatch)
+    tensors = draw()
+    order = Settings(backends=("comfy", "fa3", "int8", "torch"), min_kv=1000)
+    decision = choose(Call(*tensors), order)
+    assert (decision.route, decision.backend, decision.reasons) == (Route.PEER, "comfy", ())
+    decision = choose(Call(*tensors, is_causal=True), order)
+    assert decision.backend == "sdpa"
+    told = {name: [reason.code for reason in reasons] for name, reasons in decision.passed_over}
+    assert told["comfy"] == told["fa3"] == [Code.CAUSAL]
+    assert told["int8"] == [Code.SHORT]
+    assert "not comfy because causal: is_causal with" in str(decision)
+    assert "not fa3 because causal" in str(decision)
+
+
+def test_torch_ends_the_order():
+    assert choose(Call(*draw()), Settings(backends=("torch", "int8"))) == choose(
+        Call(*draw()), Settings(backends=("torch",))
+    )
+    decision = choose(Call(*draw()), Settings(backends=("torch", "int8")))
+    assert (decision.backend, decision.reasons, decision.passed_over) == ("sdpa", (), ())
+
+
+def test_the_default_decides_as_ever():
+    decision = explain(*draw(dtype=FP32))
+    assert decision.passed_over == ()
+    assert str(decision).startswith("sdpa because")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"backends": "int8"}, ValueError),
+        ({"backends": ("int8", "nobody")}, ValueError),
+        ({"backends": ("int8", "int8")}, ValueError),
+        ({"backends": (3,)}, ValueError),
+        ({"backends": None}, ValueError),
+        ({"allow_mask_blind": 1}, TypeError),
+        ({"max_error": -0.1}, ValueError),
+        ({"max_error": "0.1"}, ValueError),
+        ({"max_error": math.nan}, ValueError),
+        ({"on_error": "ignore"}, ValueError),
+    ],
+)
+def test_settings_that_do_not_exist(settings, error):
+    (name,) = settings
+    with pytest.raises(error, match=f"{name} is "):
+        Settings(**settings)
+    assert Settings(backends=["int8"]).backends == ("int8",)
+
+
+def test_not_wanted_holds_for_everyone(monkeypatch):
+    peer = stand_ins.Fa3()
+    peer.module(monkeypatch)
+    tensors = draw()
+    with route(backends=("fa3",), skip=lambda call: True):
+        F.scaled_dot_product_attention(*tensors)
+    assert peer.calls == []
+    assert stats()["reasons"] == {"skipped": 1}
+    monkeypatch.setenv("SDPA_ROUTER", "0")
+    assert codes("fa3", *tensors) == [Code.DISABLED]
+
+
+def test_the_log_sum_exp_comes_from_int8_only_where_it_is_named():
+    call = Call(*draw(dtype=FP16))
+    for backends, expected in ((("fa3",), [Code.NOT_NAMED]), (("torch", "int8"), []), ("fastest", [])):
+        settings = Settings(backends=backends, min_kv=0)
+        decided = lse.attention_with_lse(intern(settings), *call)
+        assert_right(decided[0], *call[:3], budget=0.02)
+        assert [reason.code for reason in decide(call, settings).reasons if reason.code is Code.NOT_NAMED] == expected
+
+
+def test_max_error_leaves_out_rough_backends(monkeypatch):
+    stand_ins.Comfy().module(monkeypatch)
+    stand_ins.Fa3().module(monkeypatch)
+    tensors = draw()
+    strict = Settings(backends=("comfy", "fa3"), max_error=0.01)
+    decision = choose(Call(*tensors), strict)
+    assert decision.backend == "fa3"
+    assert [reason.code for reason in decision.reasons] == [Code.ERROR_CLASS]
+    assert "0.02" in str(decision)
+    assert choose(Call(*tensors), Settings(backends=("comfy", "fa3"), max_error=0.02)).backend == "comfy"
+
+
+def test_the_command_explains_any_order(capsys):
+    shapes = ["--q", "1,24,4096,128", "--k", "1,24,512,128", "--mask", "full", "--json"]
+    assert cli.main(["explain", *shapes, "--backends", "comfy,fa3,torch"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["backend"] == "sdpa"
+    told = {name: [reason["code"] for reason in reasons] for name, reasons in found["passed_over"].items()}
+    assert told == {"comfy": ["full_mask", "mask_blind"], "fa3": ["mask"]}
+    assert cli.main(["explain", *shapes[:4], "--backends", "comfy,fa3,torch"]) == 0
+    assert capsys.readouterr().out.startswith("comfy (mask: none)")
+    with pytest.raises(SystemExit):
+        cli.main(["explain", *shapes, "--backends", "nobody"])
+    assert "accepted: 'fastest' or different names" in capsys.readouterr().err
+
+
+# --- third parties
+
+
+def mine(name="mine", reasons=(), run=None, now=None):
+    def attend(call, settings, attention):
+        return attention(call.query, call.key, call.value)
+
+    return Backend(name, BackendLimits(error=0.0), lambda call, settings: iter(reasons), run or attend, now)
+
+
+@pytest.fixture
+def registered():
+    names = []
+
+    def register(backend):
+        base.register_backend(backend)
+        names.append(backend.name)
+
+    yield register
+    for name in names:
+        if name in base._registered:
+            base.unregister_backend(name)
+
+
+def test_a_registered_backend_answers_and_is_counted(registered):
+    registered(mine())
+    tensors = draw()
+    with route(backends=("mine", "torch")):
+        out = F.scaled_dot_product_attention(*tensors)
+    assert_right(out, *tensors)
+    assert stats()["routes"] == {"int8": 0, "sdpa": 0, "mine": 1}
+    assert stats()["signatures"][0]["backend"] == "mine"
+
+
+def test_what_can_not_be_registered(registered):
+    registered(mine())
+    for name in ("mine", "int8", "torch", "sdpa", "fastest", "Mine", "", "a b"):
+        with pytest.raises(ValueError, match=r"accepted|there already"):
+            base.register_backend(mine(name))
+    with pytest.raises(TypeError, match="given str"):
+        base.register_backend("mine")
+    with pytest.raises(TypeError, match="two functions"):
+        base.register_backend(Backend("other", BackendLimits(), None, None))
+    with pytest.raises(KeyError):
+        base.unregister_backend("int8")
+
+
+def test_an_unregistered_backend_is_a_reason(registered):
+    registered(mine())
+    settings = Settings(backends=("mine",))
+    base.unregister_backend("mine")
+    decision = choose(Call(*draw()), settings)
+    assert decision.backend == "sdpa"
+    assert [reason.code for reason in decision.reasons] == [Code.PACKAGE]
+
+
+def test_reasons_of_now_are_asked_at_every_call(registered):
+    busy = []
+    registered(mine(now=lambda call: iter([Reason(Code.STREAM, "another", "the default")] if busy else [])))
+    tensors = draw()
+    with route(backends=("mine",)):
+        for busy[:] in ([], [1], [1], []):
+            F.scaled_dot_product_attention(*tensors)
+    assert stats()["routes"] == {"int8": 0, "sdpa": 2, "mine": 2}
+    assert stats()["reasons"] == {"stream": 2}
+
+
+# --- a backend that fails
+
+
+def failing(registered):
+    calls = []
+
+    def run(call, settings, attention):
+        calls.append(call)
+        raise torch.OutOfMemoryError("too large for me")
+
+    registered(mine(run=run))
+    return calls
+
+
+def test_an_error_surfaces_with_the_decision(registered):
+    failing(registered)
+    with route(backends=("mine",)), pytest.raises(torch.OutOfMemoryError, match="too large") as caught:
+        F.scaled_dot_product_attention(*draw())
+    assert caught.value.decision.backend == "mine"
+    assert "sdpa_router chose mine" in caught.value.__notes__[0]
+    assert stats()["calls"] == 1
+
+
+def test_a_fallback_is_logged_once_and_stays(registered, caplog):
+    calls = failing(registered)
+    tensors = draw()
+    with caplog.at_level(logging.WARNING), route(backends=("mine",), on_error="fallback"):
+        for _ in range(3):
+            assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
+    assert len(calls) == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "too large" in caplog.text
+    assert stats()["routes"] == {"int8": 0, "sdpa": 3}
+    assert stats()["reasons"] == {Code.BACKEND_FAILED: 3}
+    assert "OutOfMemoryError: too large for me" in stats()["signatures"][-1]["detail"]
+
+
+def test_raise_on_unsupported_counts_every_backend(registered):
+    registered(mine(reasons=(Reason(Code.HEAD_DIM, 64, 8),)))
+    with route(backends=("mine",), on_unsupported="raise"), pytest.raises(sdpa_router.UnsupportedError) as caught:
+        F.scaled_dot_product_attention(*draw())
+    assert [reason.code for reason in caught.value.decision.reasons] == [Code.HEAD_DIM]
+    with route(backends=("torch",), on_unsupported="raise"):
+        F.scaled_dot_product_attention(*draw())
+
+
+# --- packages
+
+
+def test_a_missing_package_is_a_reason(monkeypatch):
+    for name, module in (("sage", "sageattention"), ("comfy", "comfy_kitchen"), ("fa3", "fa3_fwd_interface")):
+        monkeypatch.setitem(sys.modules, module, None)
+        entry_point.cache_clear()
+        decision = choose(Call(*draw()), Settings(backends=(name,)))
+        (reason,) = decision.reasons
+        assert reason.code is Code.PACKAGE
+        assert module in reason.detail
+
+
+def test_a_broken_package_says_so_in_its_own_words(monkeypatch, tmp_path):
+    (tmp_path / "sageattention.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sageattention", raising=False)
+    (reason,) = choose(Call(*draw()), Settings(backends=("sage",))).reasons
+    assert reason.code is Code.PACKAGE
+    assert "OSError: libcudart.so.13: cannot open shared object file" in reason.detail
+
+
+def test_a_function_of_another_signature_is_a_reason(monkeypatch):
+    stand_ins.install(monkeypatch, "sageattention", sageattn=lambda q, k, v, **kwargs: q)
+    (reason,) = choose(Call(*draw()), Settings(backends=("sage",))).reasons
+    assert reason.code is Code.PACKAGE
+    assert "sm_scale" in reason.detail
+
+
+def test_no_peer_is_imported_before_it_is_named(monkeypatch, tmp_path):
+    for name in ("sageattention", "comfy_kitchen", "fa3_fwd_interface"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with route():
+        F.scaled_dot_product_attention(*draw())
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (10, 0)])
+def test_capabilities(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    assert on_gpu(torch.device("cuda"), (9, 0), ((9, 0),)).code is Code.CAPABILITY
+    assert (on_gpu(torch.device("cuda"), (8, 0)) is None) == (capability > (8, 0))
+    assert on_gpu(torch.device("cpu"), (8, 0)).code is Code.DEVICE
+
+
+# --- SageAttention 1.0.6
+
+
+@pytest.fixture
+def sage1(monkeypatch):
+    peer = stand_ins.Sage1()
+    peer.module(monkeypatch)
+    return peer
+
+
+def through(name, *tensors, **arguments):
+    with route(backends=(name,), on_unsupported="raise"):
+        return F.scaled_dot_product_attention(*tensors, **arguments)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_sage_1_answers_with_the_scale_and_leaves_the_keys(sage1, dtype, scale):
+    query, key, value = draw(dtype=dtype)
+    key += 3
+    before = key.clone()
+    out = through("sage", query, key, value, scale=scale)
+    assert torch.equal(key, before)
+    assert torch.equal(through("sage", query, key, value, scale=scale), out)
+    assert_right(out, query, key, value, scale=scale)
+    assert {*sage1.calls[0]} == {"layout", "is_causal", "sm_scale"}, "nothing that it would swallow"
+
+
+def test_sage_1_refuses_what_it_gets_wrong(sage1):
+    tensors = draw()
+    mask = torch.ones(1, 1, 1, 128, dtype=torch.bool)
+    assert codes("sage", *tensors, mask) == [Code.MASK]
+    assert codes("sage", *tensors, mask, settings=Settings(backends=("sage",), allow_mask_blind=True)) == [Code.MASK]
+    assert codes("sage", *tensors, dropout_p=0.1) == [Code.DROPOUT]
+    assert codes("sage", *tensors, scale=-0.5) == [Code.SCALE]
+    assert codes("sage", *tensors, is_causal=True) == [Code.CAUSAL]
+    assert codes("sage", *draw(128, 128), is_causal=True) == []
+    assert codes("sage", *draw(kv_len=77)) == [Code.KV_LENGTH]
+    assert codes("sage", *draw(head_dim=80)) == [Code.HEAD_DIM]
+    assert codes("sage", *draw(head_dim=160)) == [Code.HEAD_DIM]
+    assert codes("sage", *draw(dtype=FP32)) == [Code.DTYPE]
+    assert codes("sage", *draw(heads=4, kv_heads=2)) == [Code.HEADS]
+    assert codes("sage", *draw(heads=3, kv_heads=2), enable_gqa=True) == [Code.HEADS]
+    assert codes("sage", *draw(heads=4, kv_heads=2), enable_gqa=True) == []
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(BF16, 1e5), (BF16, 1e-6), (FP16, 3e4)])
+def test_values_of_any_size_pass_through_float16(sage1, dtype, size):
+    query, key, value = draw(dtype=dtype, heads=4, kv_heads=2)
+    value = (value.float() / value.abs().max() * size).to(dtype)
+    out = through("sage", query, key, value, enable_gqa=True)
+    assert_right(out, query, key, value, enable_gqa=True)
+
+
+def test_heads_last_in_and_out(sage1):
+    query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw())
+    out = through("sage", query, key, value)
+    assert out.stride() == query.stride()
+    assert sage1.calls[0]["layout"] == "NHD"
+    assert_right(out, query, key, value)
+
+
+def test_offsets_of_more_than_31_bits_are_refused(sage1):
+    with FakeTensorMode():
+        long = torch.empty(1, 200, 2**18, 64, dtype=BF16)
+    assert codes("sage", long, long, long) == [Code.SHAPE]
+
+
+# --- SageAttention 2
+
+
+def test_sage_2_is_seen_from_its_signature_and_restores_the_device(monkeypatch):
+    peer = stand_ins.Sage2()
+    peer.module(monkeypatch)
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, device))
+    assert codes("sage", *draw(kv_len=77)) == []
+    assert codes("sage", *draw(head_dim=80)) == []
+    query, key, value = draw(kv_len=77)
+    assert_right(through("sage", query, key, value), query, key, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    assert current[0] != 0, "SageAttention itself leaves another one"
+    current[0] = 0
+    base.find_backend("sage").run(Call(query, key, value), Settings(), F.scaled_dot_product_attention)
+    assert current[0] == 0
+
+
+def test_sage_2_answers_on_the_default_stream_only(monkeypatch):
+    peer = stand_ins.Sage2()
+    peer.module(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    tensors = draw()
+    with route(backends=("sage",)):
+        F.scaled_dot_product_attention(*tensors)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: 7)
+        out = F.scaled_dot_product_attention(*tensors)
+    assert_right(out, *tensors)
+    assert len(peer.calls) == 1
+    assert stats()["routes"] == {"int8": 0, "sdpa": 1, "sage": 1}
+    assert stats()["reasons"] == {"stream": 1}
+
+
+# --- comfy-kitchen
+
+
+@pytest.fixture
+def kitchen(monkeypatch):
+    peer = stand_ins.Comfy()
+    peer.module(monkeypatch)
+    return peer
+
+
+def test_comfy_refuses_masks_unless_they_are_accepted(kitchen):
+    tensors = draw()
+    blind = Settings(backends=("comfy",), allow_mask_blind=True)
+    mask = torch.arange(128).view(1, 1, 1, -1) < 100
+    assert codes("comfy", *tensors, mask) == [Code.MASK_BLIND]
+    assert codes("comfy", *tensors, mask, settings=blind) == []
+    assert codes("comfy", *tensors, mask.expand(1, 1, 64, 128).contiguous(), settings=blind) == [Code.FULL_MASK]
+    assert codes("comfy", *tensors, is_causal=True) == [Code.CAUSAL]
+    assert codes("comfy", *tensors, scale=0.0) == [Code.SCALE]
+
+
+@pytest.mark.parametrize("least", [0.0, -6.0, -40000.0, torch.finfo(FP32).min])
+def test_biases_of_any_size_are_biases(kitchen, least):
+    """comfy-kitchen itself answers 0 where all of them are under -34657."""
+    query, key, value = draw()
+    mask = torch.linspace(-6, 0, 128).view(1, 1, 1, -1) + least
+    with route(backends=("comfy",), allow_mask_blind=True, on_unsupported="raise"):
+        out = F.scaled_dot_product_attention(query, key, value, mask)
+        assert_right(out, query, key, value, mask)
+        nothing = torch.full((1, 1, 1, 128), -math.inf)
+        assert torch.equal(F.scaled_dot_product_attention(query, key, value, nothing), torch.zeros_like(query))
+
+
+@pytest.mark.parametrize("stride", [0, 65, 66])
+def test_comfy_wants_strides_in_fours(kitchen, stride):
+    query, key, value = draw()
+    odd = torch.empty_strided((1, 2, 128, 64), (2 * 128 * 66, 128 * 66, 66, 1), dtype=BF16).copy_(key)
+    if stride == 65:
+        odd = torch.empty_strided((1, 2, 128, 64), (2 * 128 * 65, 128 * 65, 65, 1), dtype=BF16).copy_(key)
+    if stride == 0:
+        odd = key[:, :1].expand(1, 2, 128, 64)
+    assert codes("comfy", query, odd, value) == [Code.STRIDES]
+    assert codes("comfy", query, key, value) == []
+
+
+def test_comfy_wants_a_driver_and_its_extension(kitchen, monkeypatch):
+    monkeypatch.setattr(comfy, "_driver", lambda: 12040)
+    (reason,) = choose(Call(*draw()), Settings(backends=("comfy",))).reasons
+    assert reason.code is Code.DRIVER
+    assert "12.4" in reason.detail
+    monkeypatch.setattr(comfy, "_driver", lambda: 13000)
+    kitchen.available = False
+    assert codes("comfy", *draw()) == [Code.PACKAGE]
+
+
+def test_where_the_driver_can_not_be_asked_nothing_is_said(kitchen, monkeypatch):
+    def nothing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(comfy.ctypes, "CDLL", nothing)
+    comfy._driver.cache_clear()
+    assert comfy._driver() is None
+    comfy._driver.cache_clear()
+
+
+def test_comfy_output_lies_as_the_query(kitchen):
+    query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw())
+    out = through("comfy", query, key, value)
+    assert out.stride() == query.stride()
+    assert_right(out, query, key, value)
+
+
+# --- FlashAttention-3
+
+
+@pytest.mark.parametrize("returns_lse", [False, True])
+def test_fa3_answers(monkeypatch, returns_lse):
+    stand_ins.Fa3(returns_lse).module(monkeypatch)
+    query, key, value = draw(128, 128, heads=4, kv_heads=2)
+    out = through("fa3", query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
+    assert_right(out, query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
+
+
+def test_fa3_refuses_what_it_gets_wrong(monkeypatch):
+    stand_ins.Fa3().module(monkeypatch)
+    tensors = draw()
+    assert codes("fa3", *tensors, torch.ones(1, 1, 1, 128, dtype=torch.bool)) == [Code.MASK]
+    assert codes("fa3", *tensors, is_causal=True) == [Code.CAUSAL], "bottom right, where torch aligns top left"
+    assert codes("fa3", *tensors, scale=-1.0) == [Code.SCALE]
+    assert codes("fa3", *draw(head_dim=36)) == [Code.HEAD_DIM, Code.STRIDES]
+    assert codes("fa3", *draw(dtype=FP16)) == [Code.DTYPE]
+    query, key, value = tensors
+    assert codes("fa3", query, key[:, :1].expand_as(key), value) == [Code.STRIDES]
+
+
+def test_fa3_is_not_given_rows_it_can_not_read_in_one_piece(monkeypatch):
+    peer = stand_ins.Fa3()
+    peer.module(monkeypatch)
+    query, key, value = draw()
+    shifted = torch.empty(query.numel() + 4, dtype=BF16)[4:].view_as(query).copy_(query)
+    with route(backends=("fa3",)):
+        F.scaled_dot_product_attention(query, key, value)
+        out = F.scaled_dot_product_attention(shifted, key, value)
+    assert_right(out, query, key, value)
+    assert len(peer.calls) == 1
+    assert stats()["reasons"] == {"strides": 1}
+
+
+# --- torch's own
+
+
+def test_torchs_own_backends_are_asked_by_torchs_own_checks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked = []
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
+    for name in torch_sdpa._CAN_USE.values():
+        usable = name != "can_use_flash_attention"
+        monkeypatch.setattr(torch.backends.cuda, name, lambda params, debug, u=usable: asked.append(params) or u)
+    query, mask = FAKES
+    assert codes("torch-flash", query, query, query) == [Code.TORCH_REFUSES]
+    assert codes("torch-cudnn", query, query, query, mask) == []
+    assert asked[-1][3].dtype == BF16, "judged with the mask that it will get"
+    assert codes("torch-math", query, query, query) == []
+    assert codes("torch-math", *draw()) == [Code.DEVICE]
+    decision = choose(Call(query, query, query), Settings(backends=("torch-flash", "torch-cudnn")))
+    assert decision.backend == "torch-cudnn"
+
+
+def test_the_named_one_comes_first_and_the_others_stay_allowed(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        torch_sdpa, "sdpa_kernel", lambda order, set_priority: seen.append(order) or contextlib.nullcontext()
+    )
+    tensors = draw()
+    asked = []
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *tensors, **options: asked.append(seen[:]))
+    torch_sdpa._settle_order.cache_clear()
+    found = base.find_backend("torch-efficient").run(Call(*tensors), Settings(), F.scaled_dot_product_attention)
+    assert_right(found, *tensors)
+    assert seen[0][0] is torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION
+    assert len(seen[0]) == 4
+    base.find_backend("torch-math").run(Call(*tensors), Settings(), F.scaled_dot_product_attention)
+    assert asked == [[]], "torch sets its own order at its first choice, which must come before ours"
+
+
+# --- torch.compile
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_peers_answer_in_a_whole_graph(monkeypatch, backend, permuted):
+    peer = stand_ins.Fa3()
+    peer.module(monkeypatch)
+    torch._dynamo.reset()
+    query, key, value = draw()
+    if permuted:
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def attend(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value) * 2
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    with torch.no_grad(), route(backends=("fa3", "torch")):
+        assert_right(compiled(query, key, value) / 2, query, key, value)
+        compiled(query, key, value)
+    assert len(peer.calls) == 2
+    assert stats()["routes"] == {"int8": 0, "sdpa": 0, "fa3": 2}, "decided and counted when it runs"
+
+
+def test_lengths_are_judged_when_a_graph_runs(monkeypatch):
+    stand_ins.Sage1().module(monkeypatch)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v), backend=backend, fullgraph=True, dynamic=True
+    )
+    with torch.no_grad(), route(backends=("sage", "torch")):
+        for length in (64, 77, 128, 192):
+            tensors = draw(kv_len=length)
+            assert_right(compiled(*tensors), *tensors)
+    assert len(graphs) <= 2
+    assert stats()["routes"] == {"int8": 0, "sdpa": 1, "sage": 3}
+
+
+def test_gradients_are_torchs_in_a_graph_too(monkeypatch):
+    stand_ins.Fa3().module(monkeypatch)
+    torch._dynamo.reset()
+    query, key, value = (x.requires_grad_() for x in draw())
+    compiled = torch.compile(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v), backend="aot_eager", fullgraph=True
+    )
+    with route(backends=("fa3",)):
+        compiled(query, key, value).sum().backward()
+    assert query.grad is not None
+    assert stats()["reasons"] == {"requires_grad": 1}
+
+
+# --- properties
+
+
+@given(
+    st.sampled_from(["fa3", "comfy", "sage"]),
+    st.integers(1, 200),
+    st.integers(1, 200),
+    st.sampled_from([8, 16, 36, 64, 80, 96, 128, 192, 256]),
+    st.booleans(),
+    st.sampled_from([None, 0.1, -0.1, 0.0]),
+    st.sampled_from([FP16, BF16, FP32]),
+)
+def test_whatever_is_chosen_the_answer_is_right(name, q_len, kv_len, head_dim, is_causal, scale, dtype):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for stand_in in (stand_ins.Sage1(), stand_ins.Comfy(), stand_ins.Fa3()):
+            stand_in.module(monkeypatch)
+        tensors = draw(q_len, kv_len, head_dim, heads=1, dtype=dtype)
+        if is_causal and scale is not None and scale <= 0:
+            return  # torch 2.13 itself answers NaN on the CPU
+        with torch.no_grad(), route(backends=(name,), log=False):
+            out = F.scaled_dot_product_attention(*tensors, is_causal=is_causal, scale=scale)
+        assert_right(out, *tensors, is_causal=is_causal, scale=scale)
+    entry_point.cache_clear()
