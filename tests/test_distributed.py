@@ -64,7 +64,7 @@ def found(request, tmp_path_factory):
 
 def here(found, check):
     """The ranks' findings, if this world runs the check: each runs in one world at least."""
-    if not any(check in name for name in found[0]):
+    if not any(name == check or name.startswith(f"{check}:") for name in found[0]):
         pytest.skip("runs on another number of processes")
     return found
 
@@ -106,7 +106,7 @@ def test_inputs_that_are_hard_to_quantise(found):
 
 @pytest.mark.parametrize("attend", ["ring", "ulysses"])
 def test_causal(found, attend):
-    for rank in here(found, "causal: ring"):
+    for rank in here(found, "causal"):
         assert rank[f"causal: {attend}"]["error"] <= 0.0125
         assert rank[f"causal: {attend}"]["lse"] <= BUDGET.lse
 
@@ -304,9 +304,9 @@ def test_values_survive_the_wire(head_dim, bits, most, device):
     kernels.encode_value(value, code, low, scale)
     back = torch.full(value.shape, 7.0, dtype=torch.float16, device=device)
     kernels.decode_value(code, low, scale, back)
-    for one, other in zip(back.flatten(0, 2), value.flatten(0, 2), strict=True):
-        assert relative_error(one, other) < 2 * most
-    assert relative_error(back, value) < 1.1 * most
+    errors = [relative_error(one, other) for one, other in zip(back.flatten(0, 2), value.flatten(0, 2), strict=True)]
+    assert max(errors) < 2 * most
+    assert sum(errors) / len(errors) < most
     value[1, 0, 2, 1] = torch.inf
     kernels.encode_value(value, code, low, scale)
     kernels.decode_value(code, low, scale, back)
