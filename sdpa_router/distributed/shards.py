@@ -97,7 +97,7 @@ def judge(
     """Say whether the kernel attends to shards of these tensors; lengths of 0 and a mask over other keys are fine."""
     grouped = all(isinstance(t, torch.Tensor) and t.dim() == 4 for t in (query, key)) and query.shape[1] != key.shape[1]
     call = Call(query, key, value, None, 0.0, causal, scale, grouped)
-    reasons = [reason for reason in kernel_against(call, "auto") if not _only_lengths(reason)]
+    reasons = [reason for reason in kernel_against(call, "auto", "auto") if not _only_lengths(reason)]
     info = classify_mask(None, 1, 1, 1, 1)
     if mask is not None and not reasons:
         keys = mask.shape[-1] if isinstance(mask, torch.Tensor) and mask.dim() else 1

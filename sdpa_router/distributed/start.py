@@ -35,7 +35,7 @@ def answer_alone(
     if 0 in (query.shape[2], key.shape[2]):
         answer = Answer(query, 0)
         return answer.out, answer.lse
-    return run.int8(query, key, value, mask, causal, scale, "auto", return_lse=return_lse)
+    return run.int8(query, key, value, mask, causal, scale, "auto", "auto", return_lse=return_lse)
 
 
 def facts_of(

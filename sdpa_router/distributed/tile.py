@@ -16,7 +16,7 @@ from .wire import Layout, Spec
 class Shard(NamedTuple):
     """One shard of keys and values, ready to attend to: a QuantizedKey, and values [B, Hkv, L, D] in 16 bits."""
 
-    key: tuple[torch.Tensor | None, ...]
+    key: tuple[torch.Tensor | int | None, ...]
     value: torch.Tensor
 
 
@@ -74,7 +74,7 @@ def pack(shard: Shard, layout: Layout, buffer: torch.Tensor) -> None:
 
     views = layout.views(buffer)
     for name, tensor in shard.key._asdict().items():  # type: ignore[attr-defined]
-        if tensor is not None:
+        if isinstance(tensor, torch.Tensor):
             views[name].copy_(tensor)
     if "value" in views:
         views["value"].copy_(shard.value)
@@ -88,7 +88,8 @@ def unpack(buffer: torch.Tensor, layout: Layout, spec: Spec, value: torch.Tensor
     from ..kernels.int8_attention.shards import decode_value
 
     views = layout.views(buffer)
-    key = QuantizedKey(*(views.get(name) for name in QuantizedKey._fields))
+    parts = {name: views.get(name) for name in QuantizedKey._fields}
+    key = QuantizedKey(**{**parts, "kv_len": layout.kv_len})
     if value is not None:
         return Shard(key, _readable(value, spec.config))
     if "value" in views:

@@ -149,7 +149,7 @@ def _ulysses(
             lse.fill_(-math.inf)
         else:
             call = Call(q, k, v, mask, 0.0, facts.causal, facts.scale, facts.heads != facts.kv_heads)
-            run.int8_into(call, "auto", out, lse if facts.return_lse else None)
+            run.int8_into(call, "auto", "auto", out, lse if facts.return_lse else None)
     answer = run.empty_outputs(query, lse=True)
     _to_sequence(out, answer[0], dealt.queries, q_lens, ranks)
     if facts.return_lse:
@@ -267,5 +267,5 @@ def _heads_of(shard: Shard, dealt: Deal, rank: int, rows: tuple[int, int] | None
     parts = {}
     for name, tensor in shard.key._asdict().items():  # type: ignore[attr-defined]
         heads = by_query if name in ("bias", "anchor", "live") else dealt.keys[rank]
-        parts[name] = None if tensor is None else tensor[:, heads]
+        parts[name] = tensor[:, heads] if isinstance(tensor, torch.Tensor) else tensor
     return Shard(shard.key._replace(**parts), shard.value[:, dealt.keys[rank]])  # type: ignore[attr-defined]

@@ -45,10 +45,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tensors of a shard lie in its bytes, by name, and how many bytes it is."""
+    """Where the tensors of a shard of kv_len keys lie in its bytes, by name, and how many bytes it is."""
 
     parts: dict[str, Part]
     size: int
+    kv_len: int
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the shard's tensors as views of a buffer, uint8 [size or more]."""
@@ -58,12 +59,12 @@ class Layout:
 def layout(spec: Spec, kv_len: int) -> Layout:
     """Lay out a shard of kv_len keys; no keys are no bytes."""
     if kv_len == 0 or spec.kv_heads == 0:
-        return Layout({}, 0)
+        return Layout({}, 0, kv_len)
     parts, size = {}, 0
     for name, (dtype, shape) in _shapes(spec, kv_len).items():
         parts[name] = Part(dtype, shape, size)
         size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return Layout(parts, size)
+    return Layout(parts, size, kv_len)
 
 
 def _shapes(spec: Spec, kv_len: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
