@@ -154,7 +154,7 @@ def lse_term(query: torch.Tensor, shift: torch.Tensor, scale: float) -> torch.Te
     steps = max(1, min(32, length // (4 * _ROWS)))
     _lse_term[(triton.cdiv(length, _ROWS * steps), batch * heads)](
         query, shift, term, scale, length, heads, heads // shift.shape[1], *query.stride()[:3],
-        D=head_dim, DP=padded, B=min(padded, 128), ROWS=_ROWS, STEPS=steps, num_warps=4,
+        D=head_dim, DP=padded, B=min(padded, 128), ROWS=_ROWS, STEPS=steps, num_warps=8,
     )  # fmt: skip
     return term
 
