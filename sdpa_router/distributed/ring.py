@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .group import Facts, Group, agree, naming, open_group
-from .shards import absorbs, anchored, mask_rows, shard_of_mask, unwrap, wrap
+from .inputs import absorbs, anchored, mask_rows, shard_of_mask, unwrap, wrap
 from .start import answer_alone, facts_of
 from .tile import Answer, Shard, config_for_shards, filling, pack, quantize_query, quantize_shard, unpack
 from .wire import Layout, Spec, layout

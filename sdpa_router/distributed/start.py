@@ -9,7 +9,7 @@ import torch
 from .. import run
 from ..decision import UnsupportedError
 from .group import Facts, Group, host
-from .shards import judge, mask_facts
+from .inputs import judge, mask_facts
 from .tile import Answer, config_for_shards
 from .wire import VALUE_BITS
 

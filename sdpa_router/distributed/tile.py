@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -88,7 +88,7 @@ def unpack(buffer: torch.Tensor, layout: Layout, spec: Spec, value: torch.Tensor
     from ..kernels.int8_attention.shards import decode_value
 
     views = layout.views(buffer)
-    parts = {name: views.get(name) for name in QuantizedKey._fields}
+    parts: dict[str, Any] = {name: views.get(name) for name in QuantizedKey._fields}
     key = QuantizedKey(**{**parts, "kv_len": layout.kv_len})
     if value is not None:
         return Shard(key, _readable(value, spec.config))

@@ -12,10 +12,13 @@ import torch.distributed as dist
 from .. import run
 from ..decide import Call
 from .group import Facts, Group, agree, naming, open_group
-from .shards import absorbs, anchored, mask_rows, shard_of_mask, unwrap, wrap
+from .inputs import absorbs, anchored, mask_rows, shard_of_mask, unwrap, wrap
 from .start import answer_alone, facts_of
 from .tile import Answer, Shard, config_for_shards, filling, pack, quantize_query, quantize_shard, unpack
 from .wire import Spec, layout
+
+# Over 45 GB/s the bytes that quantisation saves outweigh a merge for each rank up to here (bench/scaling.py).
+_QUANTISED_RANKS = 4
 
 
 @overload
@@ -68,9 +71,10 @@ def ulysses_attention(
     The arguments are those of ring_attention(). Key heads are dealt out as evenly as they go, each with its query
     heads; where there are more ranks than key heads, the last ranks only relay.
     quantize: whether keys and values are quantised before the exchange and travel as in ring_attention(), with
-    value_bits; queries and out travel in 16 bits. That saves a quarter of the bytes (more without GQA's few key heads)
-    and costs a merge for each shard, which pays between machines, not over NVLink (bench/scaling.py). None: if the
-    ranks are on more than one machine. False needs no merge: the answer is that of one process, bit for bit.
+    value_bits; queries and out travel in 16 bits. That saves a quarter of the bytes (less where key heads are few)
+    and costs a merge for each rank, which pays for few ranks over slow links, not over NVLink (bench/scaling.py).
+    None: if at most 4 ranks are on more than one machine. False needs no merge: the answer is that of one process, bit
+    for bit.
     Returns and raises what ring_attention() does; besides ValueError for quantize=True with causal.
 
     >>> out = ulysses_attention(query, key, value)  # on each rank of torchrun, with its part of the sequence
@@ -92,10 +96,11 @@ def ulysses_attention(
 
 
 def _quantizes(quantize: bool | None, everyone: list[Facts]) -> bool:
-    """Whether to quantise before the exchange: as asked, else if it crosses machines."""
+    """Whether to quantise before the exchange: as asked, else if it crosses machines and few parts are to be merged."""
     if quantize is not None:
         return quantize
-    return not everyone[0].causal and len({facts.host for facts in everyone}) > 1
+    few = len(everyone) <= _QUANTISED_RANKS
+    return few and not everyone[0].causal and len({facts.host for facts in everyone}) > 1
 
 
 class Deal(NamedTuple):

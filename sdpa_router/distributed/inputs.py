@@ -47,17 +47,20 @@ def unwrap(
         return (query, key, value, mask), None
     if group is not None:
         raise ValueError("given a group and DTensors; expected one of them: the mesh of a DTensor says the group")
-    axis = _sharded_axis("query", query, 2)
-    for name, tensor in (("key", key), ("value", value)):
-        if _sharded_axis(name, tensor, 2) != axis or tensor.device_mesh != query.device_mesh:
+    q: Any = query
+    axis = _sharded_axis("query", q, 2)
+    tensors: dict[str, Any] = {"key": key, "value": value}
+    for name, tensor in tensors.items():
+        if _sharded_axis(name, tensor, 2) != axis or tensor.device_mesh != q.device_mesh:
             raise ValueError(f"{name} is sharded over another mesh or axis than query; expected the same")
+    local: Any = mask
     if isinstance(mask, kind):
-        whole = all(placement.is_replicate() for placement in mask.placements)
-        if mask.device_mesh != query.device_mesh or not (whole or _sharded_axis("attn_mask", mask, 3) == axis):
+        whole = all(placement.is_replicate() for placement in local.placements)
+        if local.device_mesh != q.device_mesh or not (whole or _sharded_axis("attn_mask", local, 3) == axis):
             raise ValueError("attn_mask is sharded over another mesh or axis than query; expected the same")
-        mask = mask.to_local()
-    mesh = Mesh(query.device_mesh, query.placements, query.device_mesh.get_group(axis))
-    return (query.to_local(), key.to_local(), value.to_local(), mask), mesh
+        local = local.to_local()
+    mesh = Mesh(q.device_mesh, q.placements, q.device_mesh.get_group(axis))
+    return (q.to_local(), tensors["key"].to_local(), tensors["value"].to_local(), local), mesh
 
 
 def _sharded_axis(name: str, tensor: Any, wanted: int) -> int:
@@ -101,7 +104,7 @@ def judge(
     info = classify_mask(None, 1, 1, 1, 1)
     if mask is not None and not reasons:
         keys = mask.shape[-1] if isinstance(mask, torch.Tensor) and mask.dim() else 1
-        info = classify_mask(mask, *query.shape[:3], keys)
+        info = classify_mask(mask, query.shape[0], query.shape[1], query.shape[2], keys)
         if info.kind is not MaskKind.PER_KEY:
             code = Code.FULL_MASK if info.kind is MaskKind.FULL else Code.INVALID_MASK
             reasons.append(Reason(code, mask.shape, "one row for all queries, [1 or B, 1 or H, 1, keys]"))
