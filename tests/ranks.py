@@ -249,6 +249,8 @@ def refusals(me: Rank) -> None:
         ("function", ulysses_attention if last else ring_attention, (q, k, v), {}),
         ("quantised causal", ulysses_attention, (q, k, v), {"causal": True, "quantize": True}),
         ("gradient", ring_attention, (q.clone().requires_grad_(last), k, v), {}),
+        ("no tensor", ring_attention, (None if last else q, k, v), {}),
+        ("no mask", ulysses_attention, (q, k, v, 3 if last else bias), {}),
     ):
         me.found[f"refusals: {name}"] = error_of(attend, *given, **settings)
     out = ring_attention(q, k, v)  # all is well afterwards
@@ -262,6 +264,21 @@ def error_of(function, *given, **settings):
     except (RuntimeError, ValueError) as error:
         return {"kind": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
     return {"kind": "", "text": "", "seconds": time.monotonic() - start}
+
+
+def subgroup(me: Rank) -> None:
+    """The odd ranks of four among themselves, in which they are ranks 0 and 1."""
+    group = dist.new_group([1, 3])
+    q, k, v = me.draw(gaussian, 1, 2, 20, 40, 32)
+    if me.rank % 2 == 0:
+        me.found["subgroup"] = error_of(ring_attention, q, k, v, group=group)
+        return
+    half = slice(10 * (me.rank // 2), 10 * (me.rank // 2) + 10)
+    keys = slice(20 * (me.rank // 2), 20 * (me.rank // 2) + 20)
+    ref = sdpa_oracle(q, k, v)[0][:, :, half]
+    for name, attend in (("ring", ring_attention), ("ulysses", ulysses_attention)):
+        out = attend(q[:, :, half], k[:, :, keys], v[:, :, keys], group=group)
+        me.found[f"subgroup: {name}"] = relative_error(out, ref)
 
 
 def leaks(me: Rank) -> None:
@@ -304,7 +321,7 @@ def suite_of(name: str, me: Rank):
     if me.device.type == "cuda":
         return [answers, merged, accuracy, causal, layouts, dtensors, refusals, leaks]
     # Each on one world, because the interpreter is slow.
-    return [answers, merged, refusals, *([dtensors, leaks, causal] if me.size == 2 else [accuracy, layouts])]
+    return [answers, merged, refusals, *([dtensors, leaks, causal] if me.size == 2 else [accuracy, layouts, subgroup])]
 
 
 def main() -> None:

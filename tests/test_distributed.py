@@ -147,6 +147,8 @@ TEXTS = {
     "function": "rank {last} gives function 'ulysses_attention', expected 'ring_attention' as on rank 0",
     "quantised causal": "rank {last} refuses: given quantize=True with causal",
     "gradient": "rank {last} refuses: sdpa because requires_grad",
+    "no tensor": "rank {last} refuses: sdpa because tensor_subclass: given NoneType",
+    "no mask": "rank {last} refuses: sdpa because invalid_mask: the mask is int",
 }
 
 
@@ -165,6 +167,15 @@ def test_bad_input_raises_on_every_rank(found, case):
             assert text in error["text"]
         assert error["seconds"] < 60
         assert rank["refusals: afterwards"]
+
+
+def test_a_group_of_some_ranks(found):
+    for number, rank in enumerate(here(found, "subgroup")):
+        if number % 2:
+            assert rank["subgroup: ring"] <= BUDGET.gaussian
+            assert rank["subgroup: ulysses"] <= BUDGET.gaussian
+        else:
+            assert f"rank {number} called ring_attention with a group it is not in" in rank["subgroup"]["text"]
 
 
 def test_repeated_calls_leak_no_handles(found):

@@ -88,13 +88,13 @@ def open_group(handle: dist.ProcessGroup | None, function: str) -> Group:
     return Group(handle or dist.group.WORLD, rank, dist.get_world_size(handle), {pair[0]: pair[-1] for pair in pairs})
 
 
-def agree(group: Group, facts: Facts, device: torch.device, cause: Exception | None) -> list[Facts]:
+def agree(group: Group, facts: Facts, query: torch.Tensor, cause: Exception | None) -> list[Facts]:
     """Exchange the facts of all ranks and check them; returns them by rank, or raises on every rank.
 
     cause: what a rank that refuses raises; otherwise it is ValueError. Takes one all_gather of 8 KiB a rank, on the CPU
     where the group has a backend for it, so that no GPU is waited for.
     """
-    there = torch.device("cpu") if "cpu" in group.backends else device
+    there = torch.device("cpu") if "cpu" in group.backends else getattr(query, "device", torch.device("meta"))
     if there.type not in group.backends:  # gather where the group can: the refusal is what must arrive
         there = torch.device(next(iter(group.backends)), torch.cuda.current_device() if "cuda" in group.backends else 0)
     text = json.dumps({**asdict(facts), "refusal": facts.refusal[:_REFUSAL]}).encode()
@@ -102,7 +102,7 @@ def agree(group: Group, facts: Facts, device: torch.device, cause: Exception | N
     gathered = [torch.empty_like(mine) for _ in range(group.size)]
     with naming(group, "the exchange of shapes"):
         dist.all_gather(gathered, mine, group=group.handle)
-        found = [json.loads(bytes(part.tolist())) for part in gathered]
+        found = [json.loads(part.numpy().tobytes()) for part in torch.stack(gathered).cpu()]
     everyone = [Facts(**{**one, "mask_rows": tuple(one["mask_rows"])}) for one in found]
     trouble = disagreement(everyone)
     if trouble:

@@ -107,11 +107,14 @@ def judge(
         info = classify_mask(mask, query.shape[0], query.shape[1], query.shape[2], keys)
         if info.kind is not MaskKind.PER_KEY:
             code = Code.FULL_MASK if info.kind is MaskKind.FULL else Code.INVALID_MASK
-            reasons.append(Reason(code, mask.shape, "one row for all queries, [1 or B, 1 or H, 1, keys]"))
+            given = getattr(mask, "shape", type(mask).__name__)
+            reasons.append(Reason(code, given, "one row for all queries, [1 or B, 1 or H, 1, keys]"))
         elif mask.dtype not in (torch.bool, torch.float32, query.dtype):
             reasons.append(Reason(Code.MASK_DTYPE, mask.dtype, (torch.bool, torch.float32, query.dtype)))
         elif mask.device != query.device:
             reasons.append(Reason(Code.MIXED_DEVICE, (query.device, mask.device), "one device"))
+        elif mask.requires_grad and torch.is_grad_enabled():
+            reasons.append(Reason(Code.REQUIRES_GRAD, "attn_mask", "tensors without, or no_grad()"))
         elif causal:
             reasons.append(Reason(Code.CAUSAL_WITH_MASK, "causal and attn_mask", "one of them"))
     return Decision(Route.SDPA if reasons else Route.INT8, info, tuple(reasons))

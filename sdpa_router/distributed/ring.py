@@ -87,7 +87,7 @@ def ring_attention(
     else:
         given = (query_, key_, value_, mask, causal, scale, return_lse, value_bits)
         facts, cause = facts_of("ring_attention", ranks, *given)
-        everyone = agree(ranks, facts, query_.device, cause)
+        everyone = agree(ranks, facts, query_, cause)
         with torch.cuda.device_of(query_):  # NCCL and Triton work on the current device
             out, lse = _ring(query_, key_, value_, mask, ranks, everyone)
     if mesh:

@@ -86,7 +86,7 @@ def ulysses_attention(
     else:
         given = (query_, key_, value_, mask, causal, scale, return_lse, value_bits)
         facts, cause = facts_of("ulysses_attention", ranks, *given, quantize=str(quantize))
-        everyone = agree(ranks, facts, query_.device, cause)
+        everyone = agree(ranks, facts, query_, cause)
         with torch.cuda.device_of(query_):
             out, lse = _ulysses(query_, key_, value_, mask, ranks, everyone, _quantizes(quantize, everyone))
     if mesh:
@@ -166,15 +166,12 @@ def _to_heads(x: torch.Tensor, heads: list[slice], lengths: list[int], ranks: Gr
     """[B, H, L of this rank, D] to [B, heads of this rank, L of all, D], which lies as [L, B, H, D] in memory."""
     batch, _, _, width = x.shape
     length = lengths[ranks.rank]
-    counts = [one.stop - one.start for one in heads]
-    sent = [x[:, one].permute(2, 0, 1, 3) for one in heads]
-    mine = counts[ranks.rank]
-    arrived = _all_to_all(
-        torch.cat([part.reshape(-1) for part in sent]),
-        [length * batch * count * width for count in counts],
-        [other * batch * mine * width for other in lengths],
-        ranks,
-    )
+    mine = heads[ranks.rank].stop - heads[ranks.rank].start
+    sizes = [length * batch * (one.stop - one.start) * width for one in heads]
+    sent = x.new_empty(sum(sizes))
+    for one, part in zip(heads, sent.split(sizes), strict=True):
+        part.view(length, batch, one.stop - one.start, width).copy_(x[:, one].permute(2, 0, 1, 3))
+    arrived = _all_to_all(sent, sizes, [other * batch * mine * width for other in lengths], ranks)
     return arrived.view(sum(lengths), batch, mine, width).permute(1, 2, 0, 3)
 
 
