@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from parallel_models import model_steps
 from parallel_ranks import Bench, Way, diffusers_part, parallel_config
 
 from sdpa_router import int8_attention, testing
-from sdpa_router.distributed import ring, ring_attention, tile, ulysses_attention
+from sdpa_router.distributed import ring, ring_attention, ulysses_attention
 from sdpa_router.distributed.group import Facts, open_group
 
 BUDGET = 0.0130  # relative error: 1.05 of what one process has at most
@@ -75,9 +74,13 @@ class Sharded:
         return x.narrow(axis, cuts[self.bench.rank], cuts[self.bench.rank + 1] - cuts[self.bench.rank]).contiguous()
 
     def error(self, out: torch.Tensor, whole: bool = False) -> float:
-        """Relative error against float64 on some heads and rows of this rank, the first and last row among them."""
-        start = 0 if whole else self.q_cuts[self.bench.rank]
-        rows = torch.linspace(0, out.shape[2] - 1, 48, device=out.device).long().unique()
+        """Relative error against float64 on some heads and rows of this rank, the first and last row among them.
+
+        whole: out holds the rows of all ranks.
+        """
+        start, end = self.q_cuts[self.bench.rank], self.q_cuts[self.bench.rank + 1]
+        out = out[:, :, start:end] if whole else out
+        rows = torch.linspace(0, out.shape[2] - 1, 192, device=out.device).long().unique()
         heads = sorted({0, self.shape.heads // 2, self.shape.heads - 1})
         q, k, v = (x[:, heads] for x in self.whole)
         ref = testing.sdpa_oracle(q[:, :, rows + start], k, v, self.bias)[0]
@@ -132,7 +135,7 @@ def calls(bench: Bench, shape: Shape) -> None:
     for group, single in groups:
         for name, way in group.items():
             budget = SDPA_BUDGET if "torch" in name or "diffusers" in name else BUDGET
-            errors[name] = bench.worst(0.0 if single and bench.rank else sharded.error(way(), single))
+            errors[name] = bench.worst(sharded.error(way(), single))
             if errors[name] <= budget or bench.tiny:
                 ways[name] = (way, single)
             else:
@@ -183,55 +186,66 @@ def hop_bytes(sharded: Sharded, name: str, facts: list[Facts]) -> int | None:
 
 
 def overlap(bench: Bench, sharded: Sharded, facts: list[Facts], whole_ms: float) -> None:
-    """What the transfers cost: the ring with a copy in their place, whose time is taken off, and they alone."""
-    query, key, value = sharded.mine
-    planned = ring.plan(query, value, bench.rank, facts)
+    """The transfers alone, and how much of them lies under the ring's own kernels."""
     ranks = open_group(None, "ring_attention")
     link = ring.link_of(ranks)
-
-    def still(sent: torch.Tensor, received: torch.Tensor) -> Callable[[], None]:
-        received.copy_(sent[: len(received)])  # so that what is attended to is a shard; ours are equally long
-        return lambda: None
-
-    def compute() -> torch.Tensor:
-        if sharded.my_bias is not None:
-            mask, top = ring.anchored(sharded.my_bias, ranks, dist.all_reduce)
-            absorbing = ring.absorbs(top)
-        else:
-            mask, absorbing = None, None
-        shard = tile.quantize_shard(key, value, mask, absorbing, planned.spec, 1)
-        return ring.turn(query, shard, 1 / math.sqrt(query.shape[3]), planned, bench.rank, still)[0]
-
-    size = planned.layouts[bench.rank].size
-    buffers = torch.zeros(2, max(part.size for part in planned.layouts), dtype=torch.uint8, device=bench.device)
-    before = planned.layouts[(bench.rank - 1) % bench.size].size
+    layouts = ring.plan(sharded.mine[0], sharded.mine[2], bench.rank, facts).layouts
+    size, before = layouts[bench.rank].size, layouts[(bench.rank - 1) % bench.size].size
+    buffers = torch.zeros(2, max(part.size for part in layouts), dtype=torch.uint8, device=bench.device)
 
     def transfer() -> torch.Tensor:
         for _ in range(bench.size - 1):
             link(buffers[0, :size], buffers[1, :before])()
         return buffers
 
-    def copies() -> torch.Tensor:
-        for _ in range(bench.size - 1):
-            buffers[1, :size].copy_(buffers[0, :size])
-        return buffers
-
-    for way in (compute, transfer, copies):
-        way()
-    times = bench.times({"compute": (compute, False), "transfer": (transfer, False), "copy": (copies, False)})
-    transfer_ms = times["transfer"][0]
-    compute_ms = times["compute"][0] - times["copy"][0]
+    transfer()
+    transfer_ms = bench.times({"transfer": (transfer, False)})["transfer"][0]
+    spans = under_kernels(lambda: ring_attention(*sharded.mine, sharded.my_bias)) if bench.cuda else None
+    hidden, sending_ms = spans or (math.nan, math.nan)
     bench.write(
         case=sharded.shape.name,
         way="ring, in parts",
         ms=round(whole_ms, 3),
-        compute_ms=round(compute_ms, 3),
         transfer_ms=round(transfer_ms, 3),
-        hidden=round(min(1.0, max(0.0, 1 - (whole_ms - compute_ms) / transfer_ms)), 3),
+        sending_ms=round(bench.worst(sending_ms), 3) if bench.cuda else None,
+        hidden=round(1 - bench.worst(1 - hidden), 4) if bench.cuda else None,
         link_gb_s=round((bench.size - 1) * size / transfer_ms / 1e6, 1),
         hop_bytes=size,
-        hop_ratio=round(size / (2 * key.numel() * key.element_size()), 4),
+        hop_ratio=round(size / (2 * sharded.mine[1].numel() * sharded.mine[1].element_size()), 4),
     )
+
+
+def under_kernels(call: Way) -> tuple[float, float] | None:
+    """Profile three calls: the share of the send-and-receive kernels' time in which others ran, and their ms a call."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in seen.events()
+        if event.device_type == DeviceType.CUDA and event.time_range.end > event.time_range.start
+    ]
+    sending = [(start, end) for name, start, end in spans if "SendRecv" in name]
+    working = sorted((start, end) for name, start, end in spans if "nccl" not in name.lower())
+    if not sending:
+        return None
+    covered = sum(_covered(start, end, working) for start, end in sending)
+    total = sum(end - start for start, end in sending)
+    return covered / total, total / 3 / 1e3
+
+
+def _covered(start: float, end: float, spans: list[tuple[float, float]]) -> float:
+    """How much of start to end lies in sorted spans."""
+    covered, at = 0.0, start
+    for a, b in spans:
+        a, b = max(a, at), min(b, end)
+        if b > a:
+            covered, at = covered + b - a, b
+    return covered
 
 
 def overhead(bench: Bench, sharded: Sharded) -> None:
@@ -253,6 +267,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: a dry run whose times mean nothing")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which nothing new begins")
     parser.add_argument("--warm", action="store_true", help="short sequences: fills the compile caches")
+    parser.add_argument("--cases", default="", help="only those, separated by commas")
     parser.add_argument("--skip-models", action="store_true")
     return parser.parse_args()
 
@@ -261,7 +276,7 @@ def main() -> None:
     arguments = parsed()
     bench = Bench(arguments)
     for shape in TINY if bench.tiny else WARM if arguments.warm else SHAPES:
-        if not bench.late():
+        if not bench.late() and (not arguments.cases or shape.name in arguments.cases.split(",")):
             calls(bench, shape)
         if bench.cuda:
             torch.cuda.empty_cache()

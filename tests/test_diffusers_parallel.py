@@ -20,10 +20,14 @@ from sdpa_router.testing import BUDGET  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("ranks_diffusers.py")
 NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-WORLDS = [(2, "gloo"), (4, "gloo"), pytest.param((2, "nccl"), marks=[pytest.mark.gpu, NEEDS_TWO])]
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="runs without a GPU, in Triton's interpreter")
+WORLDS = [
+    *(pytest.param((size, "gloo"), marks=ON_CPU, id=f"{size}-gloo") for size in (2, 4)),
+    pytest.param((2, "nccl"), marks=[pytest.mark.gpu, NEEDS_TWO], id="2-nccl"),
+]
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
+@pytest.fixture(scope="module", params=WORLDS)
 def found(request, tmp_path_factory):
     """What each rank of a world found."""
     size, backend = request.param

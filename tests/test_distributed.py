@@ -23,7 +23,11 @@ from sdpa_router.testing import BUDGET, gaussian, relative_error
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-WORLDS = [(2, "gloo"), (4, "gloo"), pytest.param((2, "nccl"), marks=[pytest.mark.gpu, NEEDS_TWO])]
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="runs without a GPU, in Triton's interpreter")
+WORLDS = [
+    *(pytest.param((size, "gloo"), marks=ON_CPU, id=f"{size}-gloo") for size in (2, 4)),
+    pytest.param((2, "nccl"), marks=[pytest.mark.gpu, NEEDS_TWO], id="2-nccl"),
+]
 MASKS = ("none", "bool by head", "left padding", "gap", "nothing", "bias", "bias by head", "constant", "absorbing")
 
 
@@ -55,7 +59,7 @@ def run(folder: Path, suite: str, size: int, backend: str, timeout: float) -> tu
     return [json.loads(out) if out else {} for out, _ in outputs], time.monotonic() - start
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
+@pytest.fixture(scope="module", params=WORLDS)
 def found(request, tmp_path_factory):
     """What each rank of a world found in all suites but those that break the group."""
     size, backend = request.param
@@ -183,6 +187,7 @@ def test_repeated_calls_leak_no_handles(found):
         assert rank["leaks: after 10"] == rank["leaks: after 3"]
 
 
+@ON_CPU
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path, size):
     ranks, seconds = run(tmp_path, "death", size, "gloo", 20)
@@ -193,6 +198,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path, size):
     assert seconds < 120
 
 
+@ON_CPU
 def test_a_rank_that_stays_away_is_an_error_after_the_timeout(tmp_path):
     ranks, _ = run(tmp_path, "stray", 2, "gloo", 2)
     assert "rank 0 of 2: the exchange of shapes failed" in ranks[0]["stray"]["text"]
