@@ -281,6 +281,19 @@ def subgroup(me: Rank) -> None:
         me.found[f"subgroup: {name}"] = relative_error(out, ref)
 
 
+def compiled(me: Rank) -> None:
+    """torch.compile breaks its graph at the calls and gives the same answers."""
+    q, k, v = me.draw(gaussian, 1, 2, 10, 20, 32)
+    for name, attend in (("ring", ring_attention), ("ulysses", ulysses_attention)):
+
+        def step(q, k, v, attend=attend):
+            return attend(q * 2, k, v) + 1
+
+        with torch.no_grad():
+            same = torch.equal(torch.compile(step, backend="aot_eager")(q, k, v), step(q, k, v))
+        me.found[f"compiled: {name}"] = same
+
+
 def leaks(me: Rank) -> None:
     """Open files and threads before and after many calls."""
     q, k, v = me.draw(gaussian, 1, 1, 4, 4, 32)
@@ -317,7 +330,20 @@ def stray(me: Rank) -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (answers, merged, accuracy, causal, layouts, dtensors, refusals, leaks, subgroup, death, stray)
+    for check in (
+        answers,
+        merged,
+        accuracy,
+        causal,
+        layouts,
+        dtensors,
+        refusals,
+        compiled,
+        leaks,
+        subgroup,
+        death,
+        stray,
+    )
 }
 
 
@@ -326,9 +352,14 @@ def suite_of(name: str, me: Rank):
     if name != "all":
         return [CHECKS[name]]
     if me.device.type == "cuda":
-        return [answers, merged, accuracy, causal, layouts, dtensors, refusals, leaks]
+        return [answers, merged, accuracy, causal, layouts, dtensors, refusals, compiled, leaks]
     # Each on one world, because the interpreter is slow.
-    return [answers, merged, refusals, *([dtensors, leaks, causal] if me.size == 2 else [accuracy, layouts, subgroup])]
+    return [
+        answers,
+        merged,
+        refusals,
+        *([dtensors, leaks, causal, compiled] if me.size == 2 else [accuracy, layouts, subgroup]),
+    ]
 
 
 def main() -> None:

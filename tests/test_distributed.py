@@ -182,14 +182,19 @@ def test_a_group_of_some_ranks(found):
             assert f"rank {number} called ring_attention with a group it is not in" in rank["subgroup"]["text"]
 
 
+@pytest.mark.parametrize("attend", ["ring", "ulysses"])
+def test_compiled_models(found, attend):
+    assert all(rank[f"compiled: {attend}"] for rank in here(found, "compiled"))
+
+
 def test_repeated_calls_leak_no_handles(found):
     for rank in here(found, "leaks"):
         assert rank["leaks: after 10"] == rank["leaks: after 3"]
 
 
 @ON_CPU
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path, size):
+def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path):
+    size = 4
     ranks, seconds = run(tmp_path, "death", size, "gloo", 20)
     for number, rank in enumerate(ranks[:-1]):
         assert rank["death"]["kind"] == "RuntimeError"

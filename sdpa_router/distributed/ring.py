@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .group import Facts, Group, agree, naming, open_group
 from .inputs import absorbs, anchored, mask_rows, shard_of_mask, unwrap, wrap
-from .start import answer_alone, facts_of
+from .start import answer_alone, eagerly, facts_of
 from .tile import Answer, Shard, config_for_shards, filling, pack, quantize_query, quantize_shard, unpack
 from .wire import Layout, Spec, layout
 
@@ -80,6 +80,20 @@ def ring_attention(
 
     >>> out = ring_attention(query, key, value)  # on each rank of torchrun, with its part of the sequence
     """
+    return eagerly(_attend)(query, key, value, attn_mask, group, scale, return_lse, causal, value_bits)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    group: dist.ProcessGroup | None,
+    scale: float | None,
+    return_lse: bool,
+    causal: bool,
+    value_bits: int,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     (query_, key_, value_, mask), mesh = unwrap(query, key, value, attn_mask, group)
     ranks = open_group(mesh.group if mesh else group, "ring_attention")
     if ranks.size == 1:

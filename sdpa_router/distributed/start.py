@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ from .group import Facts, Group, host
 from .inputs import judge, mask_facts
 from .tile import Answer, config_for_shards
 from .wire import VALUE_BITS
+
+
+def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch.compile does not look into: it breaks its graph there."""
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
 def answer_alone(
