@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,17 +30,17 @@ WORLDS = [
 MASKS = ("none", "bool by head", "left padding", "gap", "nothing", "bias", "bias by head", "constant", "absorbing")
 
 
-def run(folder: Path, suite: str, size: int, backend: str, timeout: float) -> tuple[list[dict], float]:
-    """Run a suite on `size` processes; returns what each rank found, and the seconds that it took."""
+@pytest.fixture(scope="module", params=WORLDS)
+def found(request, tmp_path_factory):
+    """What each rank of a world found."""
+    size, backend = request.param
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if backend == "gloo":
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(SCRIPT), suite]
-    meeting = folder / f"{suite}-{size}-{backend}"
-    start = time.monotonic()
+    meeting = str(tmp_path_factory.mktemp("ranks") / "meeting")
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(size), backend, str(meeting), str(timeout)],
+            [sys.executable, str(SCRIPT), "all", str(rank), str(size), backend, meeting, "120"],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -50,20 +49,12 @@ def run(folder: Path, suite: str, size: int, backend: str, timeout: float) -> tu
         for rank in range(size)
     ]
     try:
-        outputs = [rank.communicate(timeout=300) for rank in ranks]
+        outputs = [rank.communicate(timeout=600) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    for out, error in outputs[:-1] if suite == "death" else outputs:
-        assert out, error
-    return [json.loads(out) if out else {} for out, _ in outputs], time.monotonic() - start
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def found(request, tmp_path_factory):
-    """What each rank of a world found in all suites but those that break the group."""
-    size, backend = request.param
-    return run(tmp_path_factory.mktemp("ranks"), "all", size, backend, 120)[0]
+    assert all(out for out, _ in outputs), outputs[0][1]
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
 def here(found, check):
@@ -192,22 +183,17 @@ def test_repeated_calls_leak_no_handles(found):
         assert rank["leaks: after 10"] == rank["leaks: after 3"]
 
 
-@ON_CPU
-def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path):
-    size = 4
-    ranks, seconds = run(tmp_path, "death", size, "gloo", 20)
-    for number, rank in enumerate(ranks[:-1]):
+def test_a_rank_that_dies_is_an_error_on_the_others(found):
+    for number, rank in enumerate(here(found, "death")[:-1]):
         assert rank["death"]["kind"] == "RuntimeError"
-        assert f"rank {number} of {size}: a hop of the ring (to rank {number + 1}" in rank["death"]["text"]
-        assert rank["death"]["seconds"] < 25
-    assert seconds < 120
+        assert f"rank {number} of 4: a hop of the ring (to rank {number + 1}" in rank["death"]["text"]
+        assert rank["death"]["seconds"] < 120
 
 
-@ON_CPU
-def test_a_rank_that_stays_away_is_an_error_after_the_timeout(tmp_path):
-    ranks, _ = run(tmp_path, "stray", 2, "gloo", 2)
-    assert "rank 0 of 2: the exchange of shapes failed" in ranks[0]["stray"]["text"]
-    assert ranks[0]["stray"]["seconds"] < 6
+def test_a_rank_that_stays_away_is_an_error_after_the_timeout(found):
+    error = here(found, "stray")[0]["stray"]
+    assert "rank 0 of 2: the exchange of shapes failed" in error["text"]
+    assert error["seconds"] < 10
 
 
 @pytest.mark.parametrize("attend", [ring_attention, ulysses_attention])
