@@ -134,6 +134,8 @@ def calls(bench: Bench, shape: Shape) -> None:
     groups = ((sharded.singles(), True), (sharded.ours(), False), (sharded.natives(), False))
     for group, single in groups:
         for name, way in group.items():
+            if bench.ways and name not in ("one GPU", "ring", *bench.ways):
+                continue
             budget = SDPA_BUDGET if "torch" in name or "diffusers" in name else BUDGET
             errors[name] = bench.worst(sharded.error(way(), single))
             if errors[name] <= budget or bench.tiny:
@@ -268,6 +270,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which nothing new begins")
     parser.add_argument("--warm", action="store_true", help="short sequences: fills the compile caches")
     parser.add_argument("--cases", default="", help="only those, separated by commas")
+    parser.add_argument("--ways", default="", help="only those, separated by semicolons, and the call on one GPU")
     parser.add_argument("--skip-models", action="store_true")
     return parser.parse_args()
 

@@ -29,6 +29,7 @@ class Bench:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
         self.alone = [dist.new_group([rank]) for rank in range(self.size)][self.rank]
+        self.ways = tuple(filter(None, arguments.ways.split(";")))
         self.repeats, self.tiny, self.end = arguments.repeats, arguments.tiny, time.monotonic() + arguments.deadline
         self.invocation = records.Invocation(self.device, arguments.out, arguments.commit or records.commit_here())
 

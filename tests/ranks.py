@@ -24,6 +24,7 @@ from sdpa_router.testing import gaussian, lse_error, outliers, relative_error, s
 
 INF = math.inf
 FACTOR = 4 if torch.cuda.is_available() else 1  # a GPU's tiles are larger than the interpreter's
+WIDTH = 128 if torch.cuda.is_available() else 32  # on a GPU one head_dim, because its kernels take long to compile
 
 
 class Rank:
@@ -77,7 +78,7 @@ MASKS_OF_FOUR = ("left padding", "bias by head")  # the interpreter is slow
 def answers(me: Rank) -> None:
     """Every mask kind, with grouped heads and uneven shards, against float64 and against one process."""
     heads = 4
-    q, k, v = me.draw(gaussian, 1, heads, 20 * FACTOR, 90 * FACTOR, 32, kv_heads=2)
+    q, k, v = me.draw(gaussian, 1, heads, 20 * FACTOR, 90 * FACTOR, WIDTH, kv_heads=2)
     q_cuts, k_cuts = me.cuts(q.shape[2]), me.cuts(k.shape[2])
     mine = [me.shard(q, q_cuts), me.shard(k, k_cuts), me.shard(v, k_cuts)]
     for number, kind in enumerate(MASKS if me.size == 2 else MASKS_OF_FOUR):
@@ -100,7 +101,7 @@ def answers(me: Rank) -> None:
                 "lse": lse_error(lse, ref_lse) if kind != "absorbing" else lse_error(lse, one_lse),
                 "same": bool(torch.equal(out, one) and torch.equal(lse, one_lse)),
                 "zero": not bool(out.any()),
-                "shape": [*out.shape] == [1, heads, mine[0].shape[2], 32] and lse.dtype == torch.float32,
+                "shape": [*out.shape] == [1, heads, mine[0].shape[2], WIDTH] and lse.dtype == torch.float32,
             }
         found["one"] = {"error": relative_error(one, ref), "lse": lse_error(one_lse, ref_lse)}
         me.found[f"answers: {kind}"] = found
@@ -110,7 +111,7 @@ def merged(me: Rank) -> None:
     """The ring against the same shards in one process, merged by merge_attention: equal but for float32's rounding."""
     from sdpa_router.distributed import ring, tile
 
-    q, k, v = me.draw(gaussian, 2, 1, 30 * FACTOR, 90 * FACTOR, 64)
+    q, k, v = me.draw(gaussian, 2, 1, 30 * FACTOR, 90 * FACTOR, WIDTH)
     bias = me.mask("bias", 1, k.shape[2])
     q_cuts, k_cuts = me.cuts(q.shape[2]), me.cuts(k.shape[2])
     cases = ((False, bias, 9), (True, None, 9), (False, None, 8), (False, None, 16))
@@ -120,7 +121,7 @@ def merged(me: Rank) -> None:
         mine = [me.shard(q, q_cuts), me.shard(key, cuts), me.shard(value, cuts)]
         given = None if mask is None else me.shard(mask, cuts, 3)
         out, lse = ring_attention(*mine, given, causal=causal, return_lse=True, value_bits=bits)
-        parts, query = [], tile.quantize_query(mine[0], 1 / 8, tile.config_for_shards(q)[0])
+        parts, query = [], tile.quantize_query(mine[0], WIDTH**-0.5, tile.config_for_shards(q)[0])
         top = 0.0 if mask is None else mask[mask.isfinite()].max()
         for source in range(me.size):
             a, b = cuts[source], cuts[source + 1]
@@ -129,7 +130,7 @@ def merged(me: Rank) -> None:
             there = value[:, :, a:b]
             if source != me.rank and bits < 16:
                 there = rounded(there, bits)
-            spec = ring.Spec(2, 1, 64, q.dtype, tile.config_for_shards(q)[0], None, bits)
+            spec = ring.Spec(2, 1, WIDTH, q.dtype, tile.config_for_shards(q)[0], None, bits)
             part_mask = None if mask is None else mask[..., a:b] - top
             shard = tile.quantize_shard(key[:, :, a:b], there, part_mask, None, spec, 1)
             part = torch.empty(mine[0].shape, device=q.device), torch.empty(mine[0].shape[:3], device=q.device)
@@ -165,7 +166,7 @@ def accuracy(me: Rank) -> None:
     out = ring_attention(me.shard(q, cuts), me.shard(k, k_cuts), me.shard(v, k_cuts))
     squares = [(x.double() - ref).square().sum().item() for x in (one, out)]
     me.found["accuracy"] = {"one": squares[0], "ring": squares[1], "size": ref.square().sum().item()}
-    q, k, v = me.draw(outliers, 1, 1, 32, 128 * FACTOR, 64)
+    q, k, v = me.draw(outliers, 1, 1, 32, 128 * FACTOR, max(64, WIDTH))
     cuts, k_cuts = me.cuts(q.shape[2], "even"), me.cuts(k.shape[2], "even")
     ref, ref_lse = (me.shard(x, cuts) for x in sdpa_oracle(q, k, v))
     out, lse = ring_attention(me.shard(q, cuts), me.shard(k, k_cuts), me.shard(v, k_cuts), return_lse=True)
@@ -179,7 +180,7 @@ def accuracy(me: Rank) -> None:
 
 
 def causal(me: Rank) -> None:
-    q, k, v = me.draw(gaussian, 1, 1, 130 * FACTOR, 130 * FACTOR, 40)
+    q, k, v = me.draw(gaussian, 1, 1, 130 * FACTOR, 130 * FACTOR, 128 if WIDTH == 128 else 40)
     cuts = me.cuts(q.shape[2])
     mine = [me.shard(x, cuts) for x in (q, k, v)]
     ref, ref_lse = (me.shard(x, cuts) for x in sdpa_oracle(q, k, v, is_causal=True))
@@ -190,14 +191,17 @@ def causal(me: Rank) -> None:
 
 def layouts(me: Rank) -> None:
     """Strides of models, more ranks than key heads, scale, several batches, every query or every key on one rank."""
-    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in me.draw(gaussian, 2, 3, 40, 90, 32, kv_heads=1))
-    ref = sdpa_oracle(q, k, v, scale=-0.4, enable_gqa=True)
+    q, k, v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in me.draw(gaussian, 2, 3, 40, 90, WIDTH, kv_heads=1)
+    )
+    scale = -2.26 * WIDTH**-0.5
+    ref = sdpa_oracle(q, k, v, scale=scale, enable_gqa=True)
     ends = {"spread": me.cuts(40), "first": [0] + [40] * me.size, "last": [0] * me.size + [40]}
     for name, cuts in ends.items():
         k_cuts = [cut * 90 // 40 for cut in (ends["last"] if name == "first" else cuts)]
         mine = [me.shard(q, cuts), me.shard(k, k_cuts), me.shard(v, k_cuts)]
         for way, attend in (("ring", ring_attention), ("ulysses", ulysses_attention)):
-            out, lse = attend(*mine, scale=-0.4, return_lse=True)
+            out, lse = attend(*mine, scale=scale, return_lse=True)
             me.found[f"layouts: {name}, {way}"] = {
                 "error": relative_error(out, me.shard(ref[0], cuts)),
                 "lse": lse_error(lse, me.shard(ref[1], cuts)),
@@ -210,7 +214,7 @@ def dtensors(me: Rank) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh(me.device.type, (me.size,))
-    q, k, v = me.draw(gaussian, 1, 2, 30, 70, 32)
+    q, k, v = me.draw(gaussian, 1, 2, 30, 70, WIDTH)
     bias = me.mask("bias", 2, 70)
     ref, ref_lse = sdpa_oracle(q, k, v, bias)
     split = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)]
@@ -232,8 +236,8 @@ def dtensors(me: Rank) -> None:
 def refusals(me: Rank) -> None:
     """What must raise on every rank at once, with a text that names the rank, what it gave and what was expected."""
     last = me.rank == me.size - 1
-    q, k, v = me.draw(gaussian, 1, 2, 8, 8, 32)
-    other = me.draw(gaussian, 1, 2, 8, 8, 64)
+    q, k, v = me.draw(gaussian, 1, 2, 8, 8, WIDTH)
+    other = me.draw(gaussian, 1, 2, 8, 8, 2 * WIDTH)
     bias = torch.zeros(1, 1, 1, 8, device=me.device)
     for name, attend, given, settings in (
         ("head_dim", ring_attention, other if last else (q, k, v), {}),
@@ -269,7 +273,7 @@ def error_of(function, *given, **settings):
 def subgroup(me: Rank) -> None:
     """The odd ranks of four among themselves, in which they are ranks 0 and 1."""
     group = dist.new_group([1, 3])
-    q, k, v = me.draw(gaussian, 1, 2, 20, 40, 32)
+    q, k, v = me.draw(gaussian, 1, 2, 20, 40, WIDTH)
     if me.rank % 2 == 0:
         me.found["subgroup"] = error_of(ring_attention, q, k, v, group=group)
         return
@@ -283,7 +287,7 @@ def subgroup(me: Rank) -> None:
 
 def compiled(me: Rank) -> None:
     """torch.compile breaks its graph at the calls and gives the same answers."""
-    q, k, v = me.draw(gaussian, 1, 2, 10, 20, 32)
+    q, k, v = me.draw(gaussian, 1, 2, 10, 20, WIDTH)
     for name, attend in (("ring", ring_attention), ("ulysses", ulysses_attention)):
 
         def step(q, k, v, attend=attend):
@@ -296,7 +300,7 @@ def compiled(me: Rank) -> None:
 
 def leaks(me: Rank) -> None:
     """Open files and threads before and after many calls."""
-    q, k, v = me.draw(gaussian, 1, 1, 4, 4, 32)
+    q, k, v = me.draw(gaussian, 1, 1, 4, 4, WIDTH)
 
     def handles():
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -312,7 +316,7 @@ def death(me: Rank) -> None:
     """The last rank leaves in the middle of a ring: the others must hear of it within the group's timeout."""
     from sdpa_router.distributed import ring
 
-    q, k, v = me.draw(gaussian, 1, 1, 8, 8, 32)
+    q, k, v = me.draw(gaussian, 1, 1, 8, 8, WIDTH)
     if me.rank == me.size - 1:
         ring.link_of = lambda ranks: os._exit(0)
     me.found["death"] = error_of(ring_attention, q, k, v)
@@ -321,7 +325,7 @@ def death(me: Rank) -> None:
 def stray(me: Rank) -> None:
     """The last rank stays away for longer than the timeout of the group."""
     group = dist.new_group(timeout=timedelta(seconds=2))
-    q, k, v = me.draw(gaussian, 1, 1, 8, 8, 32)
+    q, k, v = me.draw(gaussian, 1, 1, 8, 8, WIDTH)
     if me.rank == me.size - 1:
         time.sleep(4)
     else:

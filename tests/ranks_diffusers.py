@@ -22,6 +22,8 @@ import sdpa_router
 from sdpa_router.integrations import diffusers as integration
 from sdpa_router.testing import gaussian, lse_error, relative_error, sdpa_oracle
 
+WIDTH = 128 if torch.cuda.is_available() else 32  # on a GPU the kernel that models get
+
 
 def parallel(ring: int, ulysses: int, device: torch.device, **settings):
     mesh = init_device_mesh(device.type, (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
@@ -32,7 +34,7 @@ def models(rank: int, size: int, device: torch.device, found: dict) -> None:
     """A small Wan through enable_parallelism, by backend and by enable(), against one native process."""
     torch.manual_seed(0)
     wan = diffusers.WanTransformer3DModel(
-        num_attention_heads=4, attention_head_dim=32, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2
+        num_attention_heads=4, attention_head_dim=WIDTH, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2
     )
     wan = wan.half().to(device).eval().requires_grad_(False)
     inputs = {
@@ -64,7 +66,7 @@ def models(rank: int, size: int, device: torch.device, found: dict) -> None:
 
 def calls(rank: int, size: int, device: torch.device, found: dict) -> None:
     """Masks, the LSE, refusals, gradients: calls as a model makes them."""
-    q, k, v = (x.to(device) for x in gaussian(1, 4, 8 * size, 20 * size, 32))
+    q, k, v = (x.to(device) for x in gaussian(1, 4, 8 * size, 20 * size, WIDTH))
     q_cut, k_cut = slice(rank * 8, rank * 8 + 8), slice(rank * 20, rank * 20 + 20)
     mine = [q[:, :, q_cut], k[:, :, k_cut], v[:, :, k_cut]]
     mine = [x.transpose(1, 2).contiguous() for x in mine]
@@ -97,7 +99,7 @@ def calls(rank: int, size: int, device: torch.device, found: dict) -> None:
                 "error": relative_error(out.transpose(1, 2), ref),
                 "lse": lse_error(lse.transpose(1, 2), ref_lse),
                 "dtype": str(lse.dtype),
-                "shape": [*out.shape] == [1, 8, 4, 32] and [*lse.shape] == [1, 8, 4],
+                "shape": [*out.shape] == [1, 8, 4, WIDTH] and [*lse.shape] == [1, 8, 4],
             }
         full = torch.zeros(1, 1, 8, 20, device=device)
         short = torch.zeros(1, 1, 1, 7, device=device)

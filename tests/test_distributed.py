@@ -129,7 +129,7 @@ def test_dtensors(found):
 
 
 TEXTS = {
-    "head_dim": "rank {last} gives head_dim 64, expected 32 as on rank 0",
+    "head_dim": "rank {last} gives head_dim {wide}, expected {width} as on rank 0",
     "heads": "rank {last} gives heads 1, expected 2 as on rank 0",
     "dtype": "rank {last} gives dtype 'torch.bfloat16', expected 'torch.float16' as on rank 0",
     "scale": "rank {last} gives scale 0.5, expected 0.25 as on rank 0",
@@ -150,7 +150,8 @@ TEXTS = {
 @pytest.mark.parametrize("case", TEXTS)
 def test_bad_input_raises_on_every_rank(found, case):
     last = len(found) - 1
-    text = TEXTS[case].format(last=last, all=8 * len(found))
+    width = 128 if torch.cuda.is_available() else 32
+    text = TEXTS[case].format(last=last, all=8 * len(found), width=width, wide=2 * width)
     for number, rank in enumerate(found):
         error = rank[f"refusals: {case}"]
         if number == last and "because" in text:
