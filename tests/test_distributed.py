@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import sdpa_router
 from sdpa_router import UnsupportedError, int8_attention, merge_attention
-from sdpa_router.distributed import group, ring, ring_attention, ulysses, ulysses_attention, wire
+from sdpa_router.distributed import exchange, group, ring, ring_attention, ulysses_attention, wire
 from sdpa_router.kernels.int8_attention import shards as kernels
 from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for
 from sdpa_router.testing import BUDGET, gaussian, relative_error
@@ -277,7 +277,7 @@ def test_the_layout_is_that_of_the_quantised_key(device):
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 9))
 def test_every_head_is_dealt_once(kv_heads, group_size, ranks):
-    dealt = ulysses.deal(kv_heads * group_size, kv_heads, ranks)
+    dealt = exchange.deal(kv_heads * group_size, kv_heads, ranks)
     assert [h for part in dealt.queries for h in range(part.start, part.stop)] == list(range(kv_heads * group_size))
     counts = [part.stop - part.start for part in dealt.keys]
     assert sum(counts) == kv_heads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,7 @@ import torch.distributed as dist
 from ..decide import Call, kernel_against
 from ..decision import Code, Decision, MaskKind, Reason, Route, show
 from ..mask import classify_mask, key_view
-from .group import Facts, Group
-
-_ABSORBING = 2.0**24  # a bias of that size leaves nothing of a score in float32 (kernels/int8_attention/quantize.py)
+from .group import Facts, Group, naming
 
 
 class Mesh(NamedTuple):
@@ -154,7 +151,7 @@ def mask_rows(everyone: list[Facts]) -> tuple[int, int]:
     return max(facts.mask_rows[0] for facts in everyone), max(facts.mask_rows[1] for facts in everyone)
 
 
-def anchored(mask: torch.Tensor, group: Group, reduce: Callable[..., Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def anchored(mask: torch.Tensor, ranks: Group) -> tuple[torch.Tensor, torch.Tensor]:
     """Subtract the largest finite bias over all ranks from a floating mask; return it and that bias, float32 [rows].
 
     So a constant that is added to the whole bias changes nothing, and one that absorbs every score does so everywhere.
@@ -162,14 +159,15 @@ def anchored(mask: torch.Tensor, group: Group, reduce: Callable[..., Any]) -> tu
     bias = mask.float()
     finite = bias.masked_fill(~bias.isfinite(), -math.inf)
     top = torch.nn.functional.pad(finite, (0, 1), value=-math.inf).amax((2, 3))
-    reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
+    with naming(ranks, "the exchange of the largest bias"):
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=ranks.handle)
     top = top.masked_fill(top == -math.inf, 0.0)
     return bias - top[..., None, None], top
 
 
-def absorbs(top: torch.Tensor) -> torch.Tensor:
-    """Which rows of a mask have a largest bias that leaves nothing of a score in float32."""
-    return top.abs() >= _ABSORBING
+def softmax_scale(facts: Facts) -> float:
+    """Return the softmax scale of a call."""
+    return 1 / math.sqrt(facts.head_dim) if facts.scale is None else facts.scale
 
 
 def _rows(mask: torch.Tensor) -> torch.Tensor:

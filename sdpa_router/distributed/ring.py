@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple, overload
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .group import Facts, Group, agree, naming, open_group
-from .inputs import absorbs, anchored, mask_rows, shard_of_mask, unwrap, wrap
+from .inputs import anchored, mask_rows, shard_of_mask, softmax_scale, unwrap, wrap
 from .start import answer_alone, eagerly, facts_of
 from .tile import Answer, Shard, config_for_shards, filling, pack, quantize_query, quantize_shard, unpack
 from .wire import Layout, Spec, layout
@@ -145,14 +144,11 @@ def _ring(
     if mask is not None:
         mask = shard_of_mask(mask, everyone, ranks.rank)
         if mask.dtype != torch.bool:
-            with naming(ranks, "the exchange of the largest bias"):
-                mask, top = anchored(mask, ranks, dist.all_reduce)
+            mask, top = anchored(mask, ranks)
     shard = None
     if facts.kv_len:
-        absorbing = None if top is None else absorbs(top)
-        shard = quantize_shard(key, value, mask, absorbing, planned.spec, facts.heads // facts.kv_heads)
-    scale = 1 / math.sqrt(facts.head_dim) if facts.scale is None else facts.scale
-    out, lse = turn(query, shard, scale, planned, ranks.rank, link_of(ranks))
+        shard = quantize_shard(key, value, mask, top, planned.spec, facts.heads // facts.kv_heads)
+    out, lse = turn(query, shard, softmax_scale(facts), planned, ranks.rank, link_of(ranks))
     return out, lse if top is None else lse + top[..., None]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,10 +14,15 @@ from .inputs import judge, mask_facts
 from .tile import Answer, config_for_shards
 from .wire import VALUE_BITS
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+
+def eagerly(function: _Function) -> _Function:
     """Return a function that torch.compile does not look into: it breaks its graph there."""
-    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+    if not torch.compiler.is_compiling():
+        return function
+    disabled: _Function = torch.compiler.disable(function)
+    return disabled
 
 
 def answer_alone(

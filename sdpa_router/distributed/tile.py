@@ -46,20 +46,20 @@ def quantize_shard(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    absorbs: torch.Tensor | None,
+    top: torch.Tensor | None,
     spec: Spec,
     group: int,
 ) -> Shard:
     """Quantise a shard's keys; its values stay as they are.
 
-    mask: [*mask_rows, 1, L], or None.  absorbs: bool [*mask_rows], rows whose bias leaves nothing of a score.
+    mask: [*mask_rows, 1, L], or None.  top: float32 [*mask_rows], what was subtracted from a floating mask.
     group: query heads of a key head.
     """
     from ..kernels.int8_attention import quantize
 
     quantized = quantize.quantize_key(key, mask, spec.config, group=group)
-    if absorbs is not None and quantized.anchor is not None:
-        quantized.anchor[..., 1] *= ~absorbs
+    if top is not None and quantized.anchor is not None:
+        quantized.anchor[..., 1] *= top.abs() < quantize.ABSORBING.value
     return Shard(quantized, _readable(value, spec.config))
 
 
