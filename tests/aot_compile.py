@@ -19,7 +19,7 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sdpa_router.kernels.int8_attention import forward, quantize, shards
+from sdpa_router.kernels.int8_attention import forward, quantize
 from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for, padded_head_dim
 
 TOOLS = os.path.join(os.path.dirname(triton.backends.nvidia.__file__), "bin")
@@ -110,21 +110,6 @@ def grouped_variants() -> Iterator[tuple[str, object, dict, dict, dict]]:
         yield f"quantize D{head_dim} grouped key", quantize._quantize, types, constants, {"num_warps": 8}
 
 
-def shard_variants() -> Iterator[tuple[str, object, dict, dict, dict]]:
-    """Kernels of sharded attention: the values' bits, the LSE term, the merge."""
-    numbers = integers("L heads group s_b s_h s_l s_ob s_oh s_ol") | {"factor": "fp32"}
-    for head_dim in HEAD_DIMS:
-        shape = {"D": head_dim, "DP": padded_head_dim(head_dim), "ROWS": 32}
-        wire = {"V": "*bf16", "CODE": "*i8", "LOW": "*u8", "SCALE": "*bf16", **numbers}
-        term = {"Q": "*bf16", "SHIFT": "*fp32", "TERM": "*fp32", **numbers}
-        merge = dict.fromkeys("A A_LSE X X_LSE LSE".split(), "*fp32") | {"OUT": "*bf16", **numbers}
-        for kernel in (shards._encode, shards._decode):
-            yield f"{kernel.__name__} D{head_dim}", kernel, wire, shape | {"NINTH": True}, {"num_warps": 4}
-        constants = shape | {"B": min(shape["DP"], 128), "STEPS": 32}
-        yield f"lse term D{head_dim}", shards._lse_term, term, constants, {"num_warps": 8}
-        yield f"merge D{head_dim}", shards._merge, merge, shape, {"num_warps": 4}
-
-
 def compile_variant(kernel, types: dict, constants: dict, options: dict, target: GPUTarget):
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     # Strides of query, key, value and out are multiples of 16 in every model.
@@ -161,7 +146,7 @@ def facts(name: str, compiled, target: GPUTarget) -> dict[str, object]:
 
 def main() -> None:
     target, arch = target_of(sys.argv[1])
-    for name, *parts in itertools.chain(attention_variants(arch), quantize_variants(arch), shard_variants()):
+    for name, *parts in itertools.chain(attention_variants(arch), quantize_variants(arch)):
         print(json.dumps(facts(name, compile_variant(*parts, target), target)), flush=True)
 
 

@@ -334,6 +334,17 @@ def test_merging_in_place_is_merge_attention(device):
     torch.testing.assert_close(lses[0], expected[1], equal_nan=True)
 
 
+@pytest.mark.parametrize("chip", ["sm_90"])
+def test_kernels_compile_without_spills(chip):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT.with_name("aot_shards.py")), chip]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 16
+    assert not [row for row in rows if row["spills"] or row["shared"] > 65_536]
+
+
 def test_importing_the_package_imports_no_distributed():
     code = "import sys, sdpa_router; sys.exit('sdpa_router.distributed' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
