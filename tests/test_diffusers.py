@@ -10,6 +10,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -278,17 +279,19 @@ def test_block_masks_go_to_flex_attention(registered, device):
         attend(*ours, block_mask)
 
 
-def test_context_parallelism_is_native(registered, device, monkeypatch):
+def test_context_parallelism_is_diffusers_own(registered, device, monkeypatch):
     """Everything reaches what diffusers' own native backend would call, and its answer comes back."""
     ours, _ = inputs(device)
     seen = []
 
-    def templated(*args, **kwargs):
+    def templated(*args, forward_op, backward_op, **kwargs):
         seen.append((args, kwargs))
         return "answer"
 
     monkeypatch.setattr(dispatching, "_templated_context_parallel_attention", templated)
-    config, mask = object(), torch.rand(2, 48, device=device) > 0.5
+    parallel = SimpleNamespace(ring_degree=1, ulysses_degree=2, ulysses_anything=False, ring_anything=False)
+    config, mask = SimpleNamespace(context_parallel_config=parallel), torch.rand(2, 48, device=device) > 0.5
+    integration.register(min_kv=0)  # the function is looked up here
     for backend in ("native", "sdpa_router"):
         assert attend(*ours, mask, backend=backend, config=config, scale=0.2, dropout_p=0.1) == "answer"
     (native_args, native_kwargs), (args, kwargs) = seen

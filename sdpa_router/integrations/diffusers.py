@@ -18,6 +18,7 @@ from ..decide import Call
 from ..dispatch import Turn, dispatch
 from ..lse import attention_with_lse
 from ..settings import OFF, Settings, active_name, intern
+from .diffusers_parallel import Arguments, attend_in_parallel
 
 NAME = "sdpa_router"
 SUPPORTED = "0.36 or newer (tested: 0.36.0 and 0.42.1)"
@@ -39,9 +40,11 @@ def register(
 ) -> None:
     """Make "sdpa_router" a name for set_attention_backend() and attention_backend(); the settings are those of route().
 
-    What the int8 kernel can't answer goes on to diffusers' "native" backend, a BlockMask to "flex", and calls under
-    context parallelism to "native". return_lse=True is answered on both routes. Inside route() or an enabled module
-    their settings hold instead. Registering again replaces the settings.
+    What the int8 kernel can't answer goes on to diffusers' "native" backend, and a BlockMask to "flex".
+    return_lse=True is answered on both routes. Inside route() or an enabled module their settings hold instead.
+    Registering again replaces the settings.
+    ContextParallelConfig works with ring_degree, ulysses_degree and both (diffusers_parallel.py says which masks); an
+    enabled module needs the name only for the ring, which "native" lacks.
     set_attention_backend() also makes the name the default of every model without a backend of its own, and
     reset_attention_backend() leaves that so (diffusers#14249); sdpa_router.enable() touches no other model.
     Raises ImportError for a diffusers that can't be served.
@@ -147,8 +150,11 @@ def _backend(parts: _Parts) -> Callable[..., Any]:
         surrounding = active_name()
         name = _registered if surrounding == OFF else surrounding
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if name == OFF or _parallel_config is not None:
+        if name == OFF:
             return parts.native(*arguments, return_lse=return_lse, _parallel_config=_parallel_config)
+        if _parallel_config is not None and _parallel_config.context_parallel_config is not None:
+            call = Arguments(*arguments, return_lse)
+            return attend_in_parallel(parts.templated, parts.native, sdpa_router_attention, call, _parallel_config)
         if isinstance(attn_mask, parts.block_mask):
             return _with_block_mask(parts, name, *arguments, return_lse)
         if return_lse:
@@ -245,16 +251,21 @@ def _remove_member(names: Any) -> None:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What is used of diffusers: names (the enumeration), registry, two backends, model (ModelMixin); and of torch."""
+    """What is used of diffusers: names (the enumeration), registry, functions, model (ModelMixin); and of torch."""
 
     names: Any
     registry: Any
     default: Any
     native: Callable[..., Any]
+    templated: Callable[..., Any]
     flex: Callable[..., Any]
     model: Any
     block_mask: type
     flex_attention: Callable[..., Any]
+
+
+def _no_context_parallelism(*arguments: Any, **settings: Any) -> None:
+    raise NotImplementedError("this diffusers has no templated context parallelism; supported: 0.36 or newer")
 
 
 def _parts() -> _Parts:
@@ -274,6 +285,7 @@ def _parts() -> _Parts:
             registry=registry,
             default=names(dispatching.DIFFUSERS_ATTN_BACKEND),
             native=registry._backends[names.NATIVE],
+            templated=getattr(dispatching, "_templated_context_parallel_attention", _no_context_parallelism),
             flex=registry._backends[names.FLEX],
             model=ModelMixin,
             block_mask=BlockMask,

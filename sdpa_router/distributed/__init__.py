@@ -1,0 +1,6 @@
+"""Exact attention over sequences that are sharded over processes: `ring_attention` and `ulysses_attention`."""
+
+from .ring import ring_attention
+from .ulysses import ulysses_attention
+
+__all__ = ["ring_attention", "ulysses_attention"]

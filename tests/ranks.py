@@ -1,0 +1,391 @@
+"""One rank of the tests of sharded attention: `python ranks.py SUITE RANK SIZE BACKEND FILE TIMEOUT`.
+
+Runs the checks of a suite on a process group of SIZE processes that meet in FILE, and prints their figures as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from sdpa_router import int8_attention, merge_attention
+from sdpa_router.distributed import ring_attention, ulysses_attention
+from sdpa_router.testing import gaussian, lse_error, outliers, relative_error, sdpa_oracle
+
+INF = math.inf
+FACTOR = 4 if torch.cuda.is_available() else 1  # a GPU's tiles are larger than the interpreter's
+WIDTH = 128 if torch.cuda.is_available() else 32  # on a GPU one head_dim, because its kernels take long to compile
+
+
+class Rank:
+    """This process, its shards, and what it found."""
+
+    def __init__(self, rank: int, size: int, backend: str) -> None:
+        self.rank, self.size = rank, size
+        self.device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+        self.found: dict[str, object] = {}
+
+    def cuts(self, length: int, kind: str = "uneven") -> list[int]:
+        """Edges of the shards: uneven ones, of which one is empty where there are more than two, or even ones."""
+        if kind == "even":
+            return [length * i // self.size for i in range(self.size + 1)]
+        return [0, *sorted(length * i * i // self.size**2 for i in range(1, self.size - 1)), length // 2, length]
+
+    def shard(self, tensor, cuts, axis=2):
+        return tensor.narrow(axis, cuts[self.rank], cuts[self.rank + 1] - cuts[self.rank])
+
+    def draw(self, make, *shape, **arguments):
+        return [tensor.to(self.device) for tensor in make(*shape, **arguments)]
+
+    def mask(self, kind: str, heads: int, keys: int):
+        generator = torch.Generator().manual_seed(7)
+        if kind == "none":
+            return None
+        if kind == "bool by head":
+            mask = torch.rand(1, heads, 1, keys, generator=generator) > 0.3
+        elif kind == "left padding":
+            mask = (torch.arange(keys) >= keys * 3 // 5).view(1, 1, 1, keys)
+        elif kind == "gap":
+            mask = ((torch.arange(keys) < keys // 4) | (torch.arange(keys) > keys // 2)).view(1, 1, 1, keys)
+        elif kind == "nothing":
+            mask = torch.zeros(1, 1, 1, keys, dtype=torch.bool)
+        elif kind == "bias":
+            mask = torch.randn(1, 1, 1, keys, generator=generator) * 2
+            mask[..., : keys // 5] = -INF
+        elif kind == "bias by head":
+            mask = (torch.randn(1, heads, 1, keys, generator=generator) * 2).half()
+        elif kind == "constant":
+            mask = torch.full((1, 1, 1, keys), -65504.0)
+        elif kind == "absorbing":
+            mask = torch.full((1, 1, 1, keys), torch.finfo(torch.float32).min)
+        return mask.to(self.device)
+
+
+MASKS = ("none", "bool by head", "left padding", "gap", "nothing", "bias", "bias by head", "constant", "absorbing")
+MASKS_OF_FOUR = ("left padding", "bias by head")  # the interpreter is slow
+
+
+def answers(me: Rank) -> None:
+    """Every mask kind, with grouped heads and uneven shards, against float64 and against one process."""
+    heads = 4
+    q, k, v = me.draw(gaussian, 1, heads, 20 * FACTOR, 90 * FACTOR, WIDTH, kv_heads=2)
+    q_cuts, k_cuts = me.cuts(q.shape[2]), me.cuts(k.shape[2])
+    mine = [me.shard(q, q_cuts), me.shard(k, k_cuts), me.shard(v, k_cuts)]
+    for number, kind in enumerate(MASKS if me.size == 2 else MASKS_OF_FOUR):
+        mask = me.mask(kind, heads, k.shape[2])
+        whole = number % 2 == 0  # masks are given whole or in shards, in turns
+        given = mask if mask is None or whole else me.shard(mask, k_cuts, 3)
+        ref, ref_lse = (me.shard(x, q_cuts) for x in sdpa_oracle(q, k, v, mask, enable_gqa=True))
+        one, one_lse = (me.shard(x, q_cuts) for x in int8_attention(q, k, v, mask, enable_gqa=True, return_lse=True))
+        found = {}
+        for name, attend, settings in (
+            ("ring", ring_attention, {}),
+            ("ulysses", ulysses_attention, {"quantize": False}),
+            ("ulysses, quantised", ulysses_attention, {"quantize": True}),
+        ):
+            if name == "ulysses, quantised" and kind not in ("none", "bias by head", "absorbing"):
+                continue
+            out, lse = attend(*mine, given, return_lse=True, **settings)
+            found[name] = {
+                "error": relative_error(out, ref),
+                "lse": lse_error(lse, ref_lse) if kind != "absorbing" else lse_error(lse, one_lse),
+                "same": bool(torch.equal(out, one) and torch.equal(lse, one_lse)),
+                "zero": not bool(out.any()),
+                "shape": [*out.shape] == [1, heads, mine[0].shape[2], WIDTH] and lse.dtype == torch.float32,
+            }
+        found["one"] = {"error": relative_error(one, ref), "lse": lse_error(one_lse, ref_lse)}
+        me.found[f"answers: {kind}"] = found
+
+
+def merged(me: Rank) -> None:
+    """The ring against the same shards in one process, merged by merge_attention: equal but for float32's rounding."""
+    from sdpa_router.distributed import ring, tile
+
+    q, k, v = me.draw(gaussian, 2, 1, 30 * FACTOR, 90 * FACTOR, WIDTH)
+    bias = me.mask("bias", 1, k.shape[2])
+    q_cuts, k_cuts = me.cuts(q.shape[2]), me.cuts(k.shape[2])
+    cases = ((False, bias, 9), (True, None, 9), (False, None, 8), (False, None, 16))
+    for causal, mask, bits in cases if me.size == 2 else cases[:1]:
+        cuts = q_cuts if causal else k_cuts
+        key, value = (x[:, :, : q.shape[2]] if causal else x for x in (k, v))
+        mine = [me.shard(q, q_cuts), me.shard(key, cuts), me.shard(value, cuts)]
+        given = None if mask is None else me.shard(mask, cuts, 3)
+        out, lse = ring_attention(*mine, given, causal=causal, return_lse=True, value_bits=bits)
+        parts, query = [], tile.quantize_query(mine[0], WIDTH**-0.5, tile.config_for_shards(q)[0])
+        top = 0.0 if mask is None else mask[mask.isfinite()].max()
+        for source in range(me.size):
+            a, b = cuts[source], cuts[source + 1]
+            if a == b or mine[0].shape[2] == 0 or (causal and source > me.rank):
+                continue
+            there = value[:, :, a:b]
+            if source != me.rank and bits < 16:
+                there = rounded(there, bits)
+            spec = ring.Spec(2, 1, WIDTH, q.dtype, tile.config_for_shards(q)[0], None, bits)
+            part_mask = None if mask is None else mask[..., a:b] - top
+            shard = tile.quantize_shard(key[:, :, a:b], there, part_mask, None, spec, 1)
+            part = torch.empty(mine[0].shape, device=q.device), torch.empty(mine[0].shape[:3], device=q.device)
+            tile.attend(query, shard, spec.config, causal and source == me.rank, *part)
+            parts.append(part)
+        name = f"merged: causal={causal}, mask={mask is not None}, bits={bits}"
+        if not parts:
+            me.found[name] = {"out": 0.0 if not out.any() else 1.0, "lse": 0.0}
+            continue
+        whole, whole_lse = merge_attention(*zip(*parts, strict=True))
+        # Rounding to float16 turns a difference of 1e-7 into one of a unit, now and then: that much is allowed.
+        units = (out.float() - whole.half().float()).abs() / (whole.abs() * 2**-10).clamp(min=2**-24)
+        me.found[name] = {
+            "out": units.max().item() if out.numel() else 0.0,
+            "mean": relative_error(out, whole.half()) if out.numel() else 0.0,
+            "lse": ((lse - whole_lse - top).abs() / (1 + whole_lse.abs())).max().item() if out.numel() else 0.0,
+        }
+
+
+def rounded(value, bits):
+    """Values as they arrive: whole multiples of a scale for each key, which is rounded up to a bfloat16."""
+    scale = value.float().abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    scale = ((scale.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
+    return ((value.float() / scale).round() * scale).to(value.dtype)
+
+
+def accuracy(me: Rank) -> None:
+    """Squared errors on N(0, 1) of the ring and of one process, and on inputs that are hard to quantise."""
+    q, k, v = me.draw(gaussian, 1, 2, 64 * me.size, 192 * me.size * FACTOR, 128, seed=3)
+    cuts, k_cuts = me.cuts(q.shape[2], "even"), me.cuts(k.shape[2], "even")
+    ref = me.shard(sdpa_oracle(q, k, v)[0], cuts)
+    one = me.shard(int8_attention(q, k, v), cuts)
+    out = ring_attention(me.shard(q, cuts), me.shard(k, k_cuts), me.shard(v, k_cuts))
+    squares = [(x.double() - ref).square().sum().item() for x in (one, out)]
+    me.found["accuracy"] = {"one": squares[0], "ring": squares[1], "size": ref.square().sum().item()}
+    q, k, v = me.draw(outliers, 1, 1, 32, 128 * FACTOR, max(64, WIDTH))
+    cuts, k_cuts = me.cuts(q.shape[2], "even"), me.cuts(k.shape[2], "even")
+    ref, ref_lse = (me.shard(x, cuts) for x in sdpa_oracle(q, k, v))
+    out, lse = ring_attention(me.shard(q, cuts), me.shard(k, k_cuts), me.shard(v, k_cuts), return_lse=True)
+    one, one_lse = (me.shard(x, cuts) for x in int8_attention(q, k, v, return_lse=True))
+    me.found["outliers"] = {
+        "error": relative_error(out, ref),
+        "one": relative_error(one, ref),
+        "lse": lse_error(lse, ref_lse),
+        "one lse": lse_error(one_lse, ref_lse),
+    }
+
+
+def causal(me: Rank) -> None:
+    q, k, v = me.draw(gaussian, 1, 1, 130 * FACTOR, 130 * FACTOR, 128 if WIDTH == 128 else 40)
+    cuts = me.cuts(q.shape[2])
+    mine = [me.shard(x, cuts) for x in (q, k, v)]
+    ref, ref_lse = (me.shard(x, cuts) for x in sdpa_oracle(q, k, v, is_causal=True))
+    for name, attend in (("ring", ring_attention), ("ulysses", ulysses_attention)):
+        out, lse = attend(*mine, causal=True, return_lse=True)
+        me.found[f"causal: {name}"] = {"error": relative_error(out, ref), "lse": lse_error(lse, ref_lse)}
+
+
+def layouts(me: Rank) -> None:
+    """Strides of models, more ranks than key heads, scale, several batches, every query or every key on one rank."""
+    q, k, v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in me.draw(gaussian, 2, 3, 40, 90, WIDTH, kv_heads=1)
+    )
+    scale = -2.26 * WIDTH**-0.5
+    ref = sdpa_oracle(q, k, v, scale=scale, enable_gqa=True)
+    ends = {"spread": me.cuts(40), "first": [0] + [40] * me.size, "last": [0] * me.size + [40]}
+    for name, cuts in ends.items():
+        k_cuts = [cut * 90 // 40 for cut in (ends["last"] if name == "first" else cuts)]
+        mine = [me.shard(q, cuts), me.shard(k, k_cuts), me.shard(v, k_cuts)]
+        for way, attend in (("ring", ring_attention), ("ulysses", ulysses_attention)):
+            out, lse = attend(*mine, scale=scale, return_lse=True)
+            me.found[f"layouts: {name}, {way}"] = {
+                "error": relative_error(out, me.shard(ref[0], cuts)),
+                "lse": lse_error(lse, me.shard(ref[1], cuts)),
+                "strides": out.stride() == mine[0].contiguous().stride() or out.stride(1) < out.stride(2),
+            }
+
+
+def dtensors(me: Rank) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh(me.device.type, (me.size,))
+    q, k, v = me.draw(gaussian, 1, 2, 30, 70, WIDTH)
+    bias = me.mask("bias", 2, 70)
+    ref, ref_lse = sdpa_oracle(q, k, v, bias)
+    split = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)]
+    for name, attend in (("ring", ring_attention), ("ulysses", ulysses_attention)):
+        out, lse = attend(*split, distribute_tensor(bias, mesh, [Shard(3)]), return_lse=True)
+        me.found[f"dtensors: {name}"] = {
+            "error": relative_error(out.full_tensor(), ref),
+            "lse": lse_error(lse.full_tensor(), ref_lse),
+            "placed": str(out.placements) == str(split[0].placements) and out.shape == q.shape,
+        }
+    for name, wrong in {
+        "heads": [distribute_tensor(x, mesh, [Shard(1)]) for x in (q, k, v)],
+        "replicated": [split[0], split[1], distribute_tensor(v, mesh, [Replicate()])],
+        "mixed": [split[0], split[1], v],
+    }.items():
+        me.found[f"dtensors: {name}"] = error_of(ring_attention, *wrong)
+
+
+def refusals(me: Rank) -> None:
+    """What must raise on every rank at once, with a text that names the rank, what it gave and what was expected."""
+    last = me.rank == me.size - 1
+    q, k, v = me.draw(gaussian, 1, 2, 8, 8, WIDTH)
+    other = me.draw(gaussian, 1, 2, 8, 8, 2 * WIDTH)
+    bias = torch.zeros(1, 1, 1, 8, device=me.device)
+    for name, attend, given, settings in (
+        ("head_dim", ring_attention, other if last else (q, k, v), {}),
+        ("heads", ulysses_attention, (q[:, :1], k[:, :1], v[:, :1]) if last else (q, k, v), {}),
+        ("dtype", ring_attention, [x.bfloat16() if last else x for x in (q, k, v)], {}),
+        ("scale", ring_attention, (q, k, v), {"scale": 0.5 if last else 0.25}),
+        ("mask on one rank", ring_attention, (q, k, v, bias if last else None), {}),
+        ("mask length", ring_attention, (q, k, v, bias[..., :5] if last else bias), {}),
+        ("full mask", ring_attention, (q, k, v, torch.zeros(1, 1, 8, 8, device=me.device) if last else bias), {}),
+        ("float64", ring_attention, [x.double() if last else x for x in (q, k, v)], {}),
+        ("value_bits", ring_attention, (q, k, v), {"value_bits": 7 if last else 9}),
+        ("causal", ring_attention, (q, k[:, :, :5], v[:, :, :5]) if last else (q, k, v), {"causal": True}),
+        ("function", ulysses_attention if last else ring_attention, (q, k, v), {}),
+        ("quantised causal", ulysses_attention, (q, k, v), {"causal": True, "quantize": True}),
+        ("gradient", ring_attention, (q.clone().requires_grad_(last), k, v), {}),
+        ("no tensor", ring_attention, (None if last else q, k, v), {}),
+        ("no mask", ulysses_attention, (q, k, v, 3 if last else bias), {}),
+    ):
+        me.found[f"refusals: {name}"] = error_of(attend, *given, **settings)
+    out = ring_attention(q, k, v)  # all is well afterwards
+    me.found["refusals: afterwards"] = bool(out.isfinite().all())
+
+
+def error_of(function, *given, **settings):
+    start = time.monotonic()
+    try:
+        function(*given, **settings)
+    except (RuntimeError, ValueError) as error:
+        return {"kind": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
+    return {"kind": "", "text": "", "seconds": time.monotonic() - start}
+
+
+def subgroup(me: Rank) -> None:
+    """The odd ranks of four among themselves, in which they are ranks 0 and 1."""
+    group = dist.new_group([1, 3])
+    q, k, v = me.draw(gaussian, 1, 2, 20, 40, WIDTH)
+    if me.rank % 2 == 0:
+        me.found["subgroup"] = error_of(ring_attention, q, k, v, group=group)
+        return
+    half = slice(10 * (me.rank // 2), 10 * (me.rank // 2) + 10)
+    keys = slice(20 * (me.rank // 2), 20 * (me.rank // 2) + 20)
+    ref = sdpa_oracle(q, k, v)[0][:, :, half]
+    for name, attend in (("ring", ring_attention), ("ulysses", ulysses_attention)):
+        out = attend(q[:, :, half], k[:, :, keys], v[:, :, keys], group=group)
+        me.found[f"subgroup: {name}"] = relative_error(out, ref)
+
+
+def compiled(me: Rank) -> None:
+    """torch.compile breaks its graph at the calls and gives the same answers."""
+    q, k, v = me.draw(gaussian, 1, 2, 10, 20, WIDTH)
+    for name, attend in (("ring", ring_attention), ("ulysses", ulysses_attention)):
+
+        def step(q, k, v, attend=attend):
+            return attend(q * 2, k, v) + 1
+
+        with torch.no_grad():
+            same = torch.equal(torch.compile(step, backend="aot_eager")(q, k, v), step(q, k, v))
+        me.found[f"compiled: {name}"] = same
+
+
+def leaks(me: Rank) -> None:
+    """Open files and threads before and after many calls."""
+    q, k, v = me.draw(gaussian, 1, 1, 4, 4, WIDTH)
+
+    def handles():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    for count in (3, 10):
+        for _ in range(count):
+            ring_attention(q, k, v)
+            ulysses_attention(q, k, v)
+        me.found[f"leaks: after {count}"] = handles()
+
+
+def death(me: Rank) -> None:
+    """The last rank leaves in the middle of a ring: the others must hear of it within the group's timeout."""
+    from sdpa_router.distributed import ring
+
+    q, k, v = me.draw(gaussian, 1, 1, 8, 8, WIDTH)
+    if me.rank == me.size - 1:
+        ring.link_of = lambda ranks: os._exit(0)
+    me.found["death"] = error_of(ring_attention, q, k, v)
+
+
+def stray(me: Rank) -> None:
+    """The last rank stays away for longer than the timeout of the group."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    q, k, v = me.draw(gaussian, 1, 1, 8, 8, WIDTH)
+    if me.rank == me.size - 1:
+        time.sleep(4)
+    else:
+        me.found["stray"] = error_of(ring_attention, q, k, v, group=group)
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        answers,
+        merged,
+        accuracy,
+        causal,
+        layouts,
+        dtensors,
+        refusals,
+        compiled,
+        leaks,
+        subgroup,
+        death,
+        stray,
+    )
+}
+
+
+def suite_of(name: str, me: Rank):
+    """The checks of a suite: one by its name, or "all" that suit this world; what breaks the group comes last."""
+    if name != "all":
+        return [CHECKS[name]]
+    if me.device.type == "cuda":
+        return [answers, merged, accuracy, causal, layouts, dtensors, refusals, compiled, leaks]
+    # Each on one world, because the interpreter is slow.
+    if me.size == 2:
+        return [answers, merged, refusals, dtensors, leaks, causal, compiled, stray]
+    return [answers, merged, refusals, accuracy, layouts, subgroup, death]
+
+
+def main() -> None:
+    suite, rank, size, backend, meeting, timeout = sys.argv[1:]
+    torch.set_num_threads(1)
+    me = Rank(int(rank), int(size), backend)
+    if backend == "nccl":
+        torch.cuda.set_device(me.device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{meeting}",
+        rank=me.rank,
+        world_size=me.size,
+        timeout=timedelta(seconds=float(timeout)),
+    )
+    for check in suite_of(suite, me):
+        start = time.monotonic()
+        check(me)
+        print(json.dumps(me.found), flush=True)  # the last line holds all
+        print(f"{check.__name__} took {time.monotonic() - start:.1f} s", file=sys.stderr)
+    if me.device.type == "cuda":
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without waiting for a group that may be broken
+
+
+if __name__ == "__main__":
+    main()
