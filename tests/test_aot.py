@@ -50,22 +50,25 @@ def test_every_variant_compiles_within_the_chip(chip):
             assert set(wanted) <= set(row["products"]), row
 
 
-# Instructions a key tile of the bounded and of the online loop, by head_dim: what Triton 3.6 and 3.9 give, + 5 %.
-ISSUE_SLOTS = {64: (430, 525), 96: (430, 570), 128: (450, 670), 256: (272, 492)}
+# Instructions a key tile of the bounded and of the online loop: what Triton 3.6 and 3.9 give, + 5 %.
+ISSUE_SLOTS = {
+    "D64": (510, 665), "D96": (507, 627), "D128 bf16": (510, 727), "D128 fp8e4nv": (645, 664), "D256": (274, 492),
+}  # fmt: skip
 
 
 def test_the_hopper_kernel_keeps_its_schedule():
     pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="this Triton has no Gluon")
     rows = rows_of("aot_hopper.py")
-    assert len(rows) >= 4
+    assert len(rows) >= 6
     for row in rows:
-        head_dim = int(row["variant"].split()[0][1:])
-        assert row["instructions"] == ["HGMMA", "IGMMA", "USETMAXREG", "UTMALDG"], row
-        # Measured with Triton 3.6, where nothing spills; 3.9 keeps one register in memory at head_dim 128.
-        some = not row["triton"].startswith("3.6.")
-        assert row["spills"] <= 64 * some, row
-        assert row["spills_in_loop"] <= some, row
+        bounded, online = next(slots for name, slots in ISSUE_SLOTS.items() if row["variant"].startswith(name))
+        product = "QGMMA" if "fp8" in row["variant"] else "HGMMA"
+        assert row["instructions"] == sorted([product, "IGMMA", "USETMAXREG", "UTMALDG"]), row
+        # Measured with Triton 3.6, whose bounded loops spill nothing; beside them, four causal warpgroups do.
+        newer = not row["triton"].startswith("3.6.")
+        assert row["spills"] <= (480 if newer else 180), row
+        assert row["spills_in_loop"] <= 12 * newer, row
         assert row["shared"] <= 232_448, row
         assert row["under_product"] >= 0.9, row
-        assert row["bounded"] <= ISSUE_SLOTS[head_dim][0], row
-        assert row["online"] <= ISSUE_SLOTS[head_dim][1], row
+        assert row["bounded"] <= bounded, row
+        assert row["online"] <= online, row
