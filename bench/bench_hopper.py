@@ -1,7 +1,7 @@
 """Compare variants of the Hopper kernel with one another and with rivals: what its configurations are set from.
 
 A variant is a list of settings: `pv=fp8`, `precision=high`, `online=1` (keep a running maximum everywhere),
-`block_m`, `block_n`, `num_stages`. Usage:
+`block_m`, `block_n`, `num_stages`, `as_float`. Usage:
 python bench/bench_hopper.py --case d64-8k --variants "base;block_m=192,block_n=64,num_stages=4" --impls torch,fa3
 """
 
@@ -23,6 +23,17 @@ from sdpa_router.kernels.int8_attention import hopper
 from sdpa_router.kernels.int8_attention.configs import HOPPER_FP8, HOPPER_GLUON, padded_head_dim
 from sdpa_router.kernels.int8_attention.quantize import quantize
 from sdpa_router.kernels.int8_attention.quantize_value import quantize_value
+
+# Case, mask, variants, rivals: the figures of the kernel in bench/README.md, in 40 s on an H200 once compiled.
+FIGURES = (
+    ("h3-window", "none", "base;as_float=1;pv=fp8;precision=high", "int8,int8-fp8,torch,fa3,fa3-fp8"),
+    ("h3-window", "fade", "base", "int8"),
+    ("d64-8k", "none", "base;as_float=1", "int8,torch,fa3"),
+    ("d96-8k", "none", "base;as_float=1", "int8,torch,fa3"),
+    ("causal-16k", "none", "base;as_float=1", "int8,torch,fa3"),
+    ("d256-8k", "none", "base;pv=fp8", "int8,int8-fp8,fa3"),
+    ("wan-14b", "none", "base;pv=fp8", "int8,int8-fp8,fa3"),
+)
 
 
 def variant_runs(problem: Problem, text: str) -> dict[str, Run]:
@@ -106,6 +117,7 @@ def compare(options: argparse.Namespace, invocation: Invocation, name: str, mask
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="h3-window", help=f"of {', '.join(CASES)}, separated by commas")
+    parser.add_argument("--figures", action="store_true", help="the cases, variants and rivals of FIGURES")
     parser.add_argument("--masks", default="none")
     parser.add_argument("--variants", default="base", help="separated by ;")
     parser.add_argument("--kinds", default="kernel,call,quantize_value")
@@ -118,6 +130,10 @@ def main() -> int:
     options = parser.parse_args()
     invocation = Invocation(torch.device("cuda"), options.out, options.commit or commit_here())
     with torch.no_grad():
+        if options.figures:
+            for name, mask, options.variants, options.impls in FIGURES:
+                compare(options, invocation, name, mask, options.lse)
+            return 0
         for name in options.case.split(","):
             for mask in options.masks.split(","):
                 compare(options, invocation, name, mask, options.lse)

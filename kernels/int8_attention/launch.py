@@ -214,7 +214,7 @@ class _Tape:
                 else:
                     values[place] = None
                     launched.descriptors.append((place, *found, _moved(value, 0)))
-            elif not all(isinstance(part, _CONSTANTS) for part in (value if isinstance(value, tuple) else (value,))):
+            elif not isinstance(value, _CONSTANTS):
                 self._complete = False
         self._launches.append(launched)
 
