@@ -444,7 +444,7 @@ def _shift(key: torch.Tensor, attn_mask: torch.Tensor | None, config: Config, gr
 
 
 def _padded_len(kv_len: int, config: Config) -> int:
-    return triton.cdiv(kv_len, config.block_n) * config.block_n
+    return -(-kv_len // config.block_n) * config.block_n
 
 
 def _empty_key(key: torch.Tensor, config: Config, per_token: bool, shifted: _Shifted) -> QuantizedKey:
