@@ -2,6 +2,8 @@
 
 from .api import explain, int8_attention, is_available, scaled_dot_product_attention
 from .audit import Audit, audit
+from .banded import KeyRange, Window, banded_attention, video_windows
+from .block_sparse import block_sparse_attention, sparse_sm89_attention
 from .context import disable, enable, route
 from .decide import Call
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route, UnsupportedError
@@ -17,13 +19,17 @@ __all__ = [
     "Call",
     "Code",
     "Decision",
+    "KeyRange",
     "MaskInfo",
     "MaskKind",
     "Reason",
     "Route",
     "Settings",
     "UnsupportedError",
+    "Window",
     "audit",
+    "banded_attention",
+    "block_sparse_attention",
     "classify_mask",
     "disable",
     "enable",
@@ -35,5 +41,7 @@ __all__ = [
     "reset_stats",
     "route",
     "scaled_dot_product_attention",
+    "sparse_sm89_attention",
     "stats",
+    "video_windows",
 ]

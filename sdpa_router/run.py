@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from .decide import Call
 from .kernels.int8_attention import op as _op  # registers the operators
+from .kernels.sparse_attention import op as _sparse_op  # noqa: F401 (registers more)
 from .mask import key_view
 
 Attention = Callable[..., torch.Tensor]
@@ -81,3 +82,38 @@ def _cast_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     limit = torch.finfo(dtype).max
     clamped = torch.where(compact.isinf(), compact, compact.clamp(-limit, limit))
     return clamped.to(dtype).expand(mask.shape)
+
+
+def block_sparse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tiles: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    scale: float | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) over the key tiles that `tiles` [1 or B, 1 or H, nq, nk] keeps; lse is empty unless asked for."""
+    number = None if scale is None else float(scale)
+    out, lse = torch.ops.sdpa_router.block_sparse_attention(
+        query, key, value, tiles, key_mask, number, return_lse
+    )  # fmt: skip
+    return out, lse
+
+
+def banded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    windows: tuple[int, ...],
+    floor: float,
+    key_mask: torch.Tensor | None,
+    scale: float | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of windows in the numbers of kernels.sparse_attention.windows.parse()."""
+    number = None if scale is None else float(scale)
+    out, lse = torch.ops.sdpa_router.banded_attention(
+        query, key, value, windows, floor, key_mask, number, return_lse
+    )  # fmt: skip
+    return out, lse

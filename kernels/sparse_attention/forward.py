@@ -111,7 +111,7 @@ def _attention(
 
     acc = tl.zeros([TILE, DP], tl.float32)
     total = tl.zeros([TILE], tl.float32)
-    top = tl.full([TILE], -3.0e38, tl.float32)
+    top = tl.full([TILE], -3.4028234e38, tl.float32)  # finite, so that empty rows are no NaN
     for j in tl.range(0, tl.load(COUNTS + list_row)):
         tile = tl.load(TILES + j)
         bias_tile = tile

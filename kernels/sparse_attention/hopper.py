@@ -160,6 +160,14 @@ def _offsets(OFFSETS, t, alone, HAS_MASK: gl.constexpr):
 
 
 @gluon.jit
+def _await(full, empty, slot, phase, foreign):
+    """Wait until a slot is full. Where the slot's last user may be the other warpgroup alone, first for its release:
+    a barrier tells only odd from even phases, and one that is a whole phase behind would look full."""
+    mbarrier.wait(empty.index(slot), phase ^ 1, pred=foreign)
+    mbarrier.wait(full.index(slot), phase)
+
+
+@gluon.jit
 def _release(empty, slot, is_shared):
     """Give a slot back; one that no other warpgroup reads counts for two."""
     if is_shared:
@@ -170,16 +178,16 @@ def _release(empty, slot, is_shared):
 
 @gluon.jit
 def _step(
-    t, slot, phase, is_shared, acc, weights, total, top, q, q_scale, rows, offset, offset2, tile, tile2, SINK, MASK,
+    slot, phase, is_shared, foreign, acc, weights, total, top, q, q_scale, rows, offset, offset2, tile, tile2, SINK, MASK,
     M, N, stop, s_mq, s_mk, k_s, v_s, scale_s, bias_s, full, empty,
     S: gl.constexpr, T: gl.constexpr, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     HAS_BIAS: gl.constexpr, IS_BOOL: gl.constexpr, HAS_EXTRA: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
-    """Scores of step t, then P @ V of step t - 1 with the softmax of step t under it."""
+    """Scores of a step, then P @ V of the step before with the softmax of this one under it."""
     extra = 0.0
     if HAS_EXTRA:
         extra = _mask_tile(MASK, rows, tile, tile2, offset, offset2, stop, N, s_mq, s_mk, S, IS_BOOL)
-    mbarrier.wait(full.index(slot), phase)
+    _await(full, empty, slot, phase, foreign)
     s = _scores(q, k_s.index(slot), S, BM, BN, D)
     acc = warpgroup_mma(weights, v_s.index(slot), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -210,7 +218,7 @@ def _attend(
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     E: gl.constexpr = gl.zeros([BM, BN], gl.float32, layout=S).reshape([BM, 2, BN // 16, 4, 2]).type.layout
     T: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, E))
-    top = gl.full([BM], -1.0e30 if ONLINE else 0.0, gl.float32, layout=gl.SliceLayout(1, S))
+    top = gl.full([BM], -3.4028234e38 if ONLINE else 0.0, gl.float32, layout=gl.SliceLayout(1, S))
     total = gl.zeros([BM, 4], gl.float32, layout=gl.SliceLayout(1, T))
     acc = gl.zeros([BM, D], gl.float32, layout=ACC)
     position = _slot_of(GROUP, 0, shared, both)
@@ -239,26 +247,26 @@ def _attend(
             mixed = (offset != offset) | (offset2 != offset2)
             if mixed:
                 acc, weights, total, top = _step(
-                    t, slot, phase, t < shared, acc, weights, total, top, q, q_scale, rows, offset, offset2,
+                    slot, phase, t < shared, t - shared >= both, acc, weights, total, top, q, q_scale, rows, offset, offset2,
                     gl.load(TILES + position * 4), gl.load(TILES + position * 4 + 1), SINK, MASK,
                     M, N, stop, s_mq, s_mk, k_s, v_s, scale_s, bias_s, full, empty,
                     S, T, P, BM, BN, D, HAS_BIAS, IS_BOOL, True, ONLINE,
                 )  # fmt: skip
             else:
                 acc, weights, total, top = _step(
-                    t, slot, phase, t < shared, acc, weights, total, top, q, q_scale, rows, offset, offset2, 0, 0,
+                    slot, phase, t < shared, t - shared >= both, acc, weights, total, top, q, q_scale, rows, offset, offset2, 0, 0,
                     SINK, MASK, M, N, stop, s_mq, s_mk, k_s, v_s, scale_s, bias_s, full, empty,
                     S, T, P, BM, BN, D, HAS_BIAS, IS_BOOL, False, ONLINE,
                 )  # fmt: skip
         else:
             acc, weights, total, top = _step(
-                t, slot, phase, t < shared, acc, weights, total, top, q, q_scale, rows, offset, offset2, 0, 0,
+                slot, phase, t < shared, t - shared >= both, acc, weights, total, top, q, q_scale, rows, offset, offset2, 0, 0,
                 SINK, MASK, M, N, stop, s_mq, s_mk, k_s, v_s, scale_s, bias_s, full, empty,
                 S, T, P, BM, BN, D, HAS_BIAS, IS_BOOL, False, ONLINE,
             )  # fmt: skip
     position = _slot_of(GROUP, steps, shared, both)
     slot = position % STAGES
-    mbarrier.wait(full.index(slot), (position // STAGES) & 1)
+    _await(full, empty, slot, (position // STAGES) & 1, steps - shared >= both)
     acc = warpgroup_mma(weights, v_s.index(slot), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     _release(empty, slot, False)

@@ -1,0 +1,43 @@
+"""Which sparse kernel and launch configuration a call gets, by architecture."""
+
+from __future__ import annotations
+
+import torch
+
+from ..int8_attention.configs import Config, arch_of, padded_head_dim, why_portable
+
+# Even: while their own slots alternate, a warpgroup then meets only its own and common slots again (hopper._await).
+_STAGES = 4
+# Pairs of query tiles; keys are quantised by tiles of 64 with four scales each.
+HOPPER = Config(128, 64, 4, _STAGES, True, True)
+HOPPER_MAX_HEAD_DIM = 128
+
+# By padded head_dim, so that no variant spills (tests/test_sparse_aot.py); not timed.
+_NVIDIA = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 1)}
+_AMD = {64: Config(64, 64, 4, 1), 128: Config(64, 64, 4, 1), 256: Config(64, 64, 8, 1)}
+_INTERPRETER = dict.fromkeys((64, 128, 256), Config(64, 64, 4, 1))
+
+_failures: list[str] = []  # why the sparse kernel for Hopper did not compile, once it has not
+
+
+def portable_config(arch: int | str, head_dim: int) -> Config:
+    """The configuration of the portable kernel for `arch`, as int8_attention.configs.config_for() takes it."""
+    if isinstance(arch, int):
+        table = _NVIDIA
+    else:
+        table = _AMD if arch.startswith("gfx") else _INTERPRETER
+    return table[max(64, padded_head_dim(head_dim))]
+
+
+def config_of(query: torch.Tensor, value: torch.Tensor) -> Config:
+    """The configuration for a call on these tensors."""
+    if not _failures and padded_head_dim(query.shape[3]) <= HOPPER_MAX_HEAD_DIM and why_portable(query, value) is None:
+        return HOPPER
+    return portable_config(arch_of(query.device), query.shape[3])
+
+
+def give_up_hopper(error: Exception) -> str:
+    """Use the portable sparse kernel from now on, because this Triton could not compile the other; return why."""
+    text = (str(error).strip().splitlines() or [""])[-1]
+    _failures.append(f"this Triton does not compile sparse_attention/hopper.py: {type(error).__name__}: {text}")
+    return _failures[0]
