@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, overload
 
@@ -154,13 +155,13 @@ def flatten(windows: tuple[Window, ...], q_len: int, kv_len: int) -> tuple[int, 
 
 def _disjoint(what: str, ranges: list[tuple[int, int]]) -> None:
     ranges = sorted(ranges)
-    for (first, stop), (start, end) in zip(ranges, ranges[1:], strict=False):
+    for (first, stop), (start, end) in itertools.pairwise(ranges):
         if start < stop:
             raise ValueError(f"the {what} overlap: {first} to {stop} and {start} to {end}; accepted: disjoint ranges")
 
 
 def bias_of(window: Window, kv_len: int, floor: float = 1e-4, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return what a window adds to the scores of each key, float32 [1, 1, 1, K], -inf outside; for tests and pictures."""
+    """Return what a window adds to the scores of each key, float32 [1, 1, 1, K], -inf outside it."""
     from .testing import raised_cosine
 
     bias = torch.full((kv_len,), -torch.inf, device=device)

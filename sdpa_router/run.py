@@ -93,11 +93,9 @@ def block_sparse(
     scale: float | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) over the key tiles that `tiles` [1 or B, 1 or H, nq, nk] keeps; lse is empty unless asked for."""
+    """Return (out, lse) over the key tiles that `tiles` [1 or B, 1 or H, nq, nk] keeps."""
     number = None if scale is None else float(scale)
-    out, lse = torch.ops.sdpa_router.block_sparse_attention(
-        query, key, value, tiles, key_mask, number, return_lse
-    )  # fmt: skip
+    out, lse = torch.ops.sdpa_router.block_sparse_attention(query, key, value, tiles, key_mask, number, return_lse)
     return out, lse
 
 
@@ -113,7 +111,5 @@ def banded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of windows in the numbers of kernels.sparse_attention.windows.parse()."""
     number = None if scale is None else float(scale)
-    out, lse = torch.ops.sdpa_router.banded_attention(
-        query, key, value, windows, floor, key_mask, number, return_lse
-    )  # fmt: skip
+    out, lse = torch.ops.sdpa_router.banded_attention(query, key, value, windows, floor, key_mask, number, return_lse)
     return out, lse

@@ -70,7 +70,9 @@ def _of_lists(indices: Any, counts: Any, q_len: int, kv_len: int, block: int, va
     inside = (indices >= 0) & (indices < nk)
     if indices.device.type == "cpu" or validate:
         if bool((listed & ~inside).any()):
-            raise ValueError(f"the block indices reach from {indices.min()} to {indices.max()}; accepted: 0 to {nk - 1}")
+            raise ValueError(
+                f"the block indices reach from {indices.min()} to {indices.max()}; accepted: 0 to {nk - 1}"
+            )
         if bool(((counts < 0) | (counts > indices.shape[-1])).any()):
             raise ValueError(
                 f"the block counts reach from {counts.min()} to {counts.max()}; accepted: 0 to {indices.shape[-1]}"
@@ -111,7 +113,7 @@ def _of_flex(block_mask: Any) -> torch.Tensor:
 
 
 def valid_keys(valid_sizes: Any, kv_len: int, device: torch.device, validate: bool) -> torch.Tensor:
-    """Which keys count, bool [1, 1, 1, K], from the number of valid keys in each tile of 64: integers [ceil(K / 64)]."""
+    """Return which keys count, bool [1, 1, 1, K], from the valid keys in each tile of 64, integers [ceil(K / 64)]."""
     count = -(-kv_len // TILE)
     if not isinstance(valid_sizes, torch.Tensor):
         valid_sizes = torch.tensor(valid_sizes)

@@ -28,7 +28,7 @@ VARIANTS = (
     (128, "fp16", ("HAS_BIAS", "HAS_TABLE", "HAS_LSE")),
     (96, "bf16", ("HAS_MASK", "HAS_FLOOR")),
 )
-FLAGS = ("HAS_BIAS", "HAS_TABLE", "HAS_MASK", "HAS_FLOOR", "IS_BOOL", "HAS_LSE")
+FLAGS = ("HAS_BIAS", "HAS_TABLE", "HAS_MASK", "HAS_FLOOR", "HAS_LSE")
 
 
 def variants() -> Iterator[tuple[str, dict, dict]]:
@@ -38,12 +38,12 @@ def variants() -> Iterator[tuple[str, dict, dict]]:
         blocks |= {"v_desc": (dtype, [1, 1, 64, 64]), "scale_desc": ("fp32", [32]), "bias_desc": ("fp32", [64])}
         bits = {"i8": 8, "fp32": 32, dtype: 16}
         types = {n: f"tensordesc<{t}{b},{_shared(b, bits[t])!r}>" for n, (t, b) in blocks.items()}
-        types |= dict.fromkeys(POINTERS, "*fp32") | {"OUT": f"*{dtype}", "MASK": f"*{dtype}", "limit": "fp32"}
+        types |= dict.fromkeys(POINTERS, "*fp32") | {"OUT": f"*{dtype}", "MASK": "*i32", "limit": "fp32"}
         types |= dict.fromkeys("TILES COUNTS BIAS_ROWS BLOCKS".split(), "*i32")
         types |= integers("M N k_tiles heads group width step_b step_h table_rows s_ob s_oh s_om s_lb s_lh s_lm")
-        types |= integers("s_bias_b s_bias_h s_mb s_mh s_mq s_mk")
+        types |= integers("s_bias_b s_bias_h s_mb s_mh s_mq")
         constants = dict.fromkeys(FLAGS, False) | dict.fromkeys(flags, True)
-        constants |= {"BM": 64, "D": padded, "HEAD_DIM": head_dim, "STAGES": 4}
+        constants |= {"BM": 64, "D": padded, "HEAD_DIM": head_dim, "STAGES": 4, "KIND": dtype}
         yield " ".join((f"D{head_dim}", dtype, *flags)), types, constants
 
 
@@ -53,9 +53,6 @@ def main() -> None:
         if len(sys.argv) > 1 and sys.argv[1] not in name:
             continue
         signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
-        fixed = {"s_mk": 1}  # a mask whose keys lie side by side
-        constants |= {n: v for n, v in fixed.items() if constants["HAS_MASK"]}
-        signature |= {n: "constexpr" for n in fixed if constants["HAS_MASK"]}
         aligned = [n for n in kernel.arg_names if n in types and (types[n][0] == "*" or n in ("s_om", "s_mq"))]
         attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
         source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes)

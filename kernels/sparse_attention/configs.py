@@ -12,6 +12,9 @@ _STAGES = 4
 HOPPER = Config(128, 64, 4, _STAGES, True, True)
 HOPPER_MAX_HEAD_DIM = 128
 
+# The Hopper kernel reads a dense mask two keys at a time.
+WORDS = {torch.bool: torch.int16, torch.float16: torch.int32, torch.bfloat16: torch.int32, torch.float32: torch.int64}
+
 # By padded head_dim, so that no variant spills (tests/test_sparse_aot.py); not timed.
 _NVIDIA = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 1)}
 _AMD = {64: Config(64, 64, 4, 1), 128: Config(64, 64, 4, 1), 256: Config(64, 64, 8, 1)}
@@ -29,11 +32,18 @@ def portable_config(arch: int | str, head_dim: int) -> Config:
     return table[max(64, padded_head_dim(head_dim))]
 
 
-def config_of(query: torch.Tensor, value: torch.Tensor) -> Config:
-    """The configuration for a call on these tensors."""
-    if not _failures and padded_head_dim(query.shape[3]) <= HOPPER_MAX_HEAD_DIM and why_portable(query, value) is None:
+def config_of(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None) -> Config:
+    """The configuration for a call on these tensors; mask: a dense mask [1 or B, 1 or H, Q, K]."""
+    small = padded_head_dim(query.shape[3]) <= HOPPER_MAX_HEAD_DIM
+    if not _failures and small and (mask is None or in_words(mask)) and why_portable(query, value) is None:
         return HOPPER
     return portable_config(arch_of(query.device), query.shape[3])
+
+
+def in_words(mask: torch.Tensor) -> bool:
+    """Whether a dense mask can be read two keys at a time: they lie side by side, and every row starts with a word."""
+    even = all(stride % 2 == 0 for stride, size in zip(mask.stride()[:3], mask.shape[:3], strict=True) if size > 1)
+    return even and mask.stride(3) == 1 and mask.shape[3] % 2 == 0 and mask.data_ptr() % (2 * mask.element_size()) == 0
 
 
 def give_up_hopper(error: Exception) -> str:

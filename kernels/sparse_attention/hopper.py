@@ -16,11 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..int8_attention.configs import Config, padded_head_dim
 from ..int8_attention.hopper import BOUND, _accumulator, _bound, _describe, _load, _scores, _write
 from ..int8_attention.quantize import Quantized
-from .forward import mask_strides, readable, table_strides
+from .configs import WORDS
+from .forward import mask_strides, table_strides
 from .lists import TILE, Lists
 
 _KEYS = 2 * TILE  # keys of a slot
 _COLUMNS = 64  # of the values: what a TMA load brings of each row, 128 bytes
+
+_KINDS = {None: "none", torch.bool: "bool", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 @gluon.constexpr_function
@@ -89,29 +92,64 @@ def _producer(
 
 
 @gluon.jit
-def _mask_tile(MASK, rows, tile, tile2, offset, offset2, stop, N, s_mq, s_mk, S: gl.constexpr, IS_BOOL: gl.constexpr):
-    """What a step adds to its scores, [64, 128]: of each half the mask where its offset is NaN, else the offset."""
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, S))
-    n = gl.where(column < 64, tile * 64 + column, tile2 * 64 + column - 64)
-    flat = gl.where(column < 64, offset, offset2)
-    inside = gl.expand_dims(rows < stop, 1) & gl.expand_dims((n < N) & (flat != flat), 0)
-    at = gl.expand_dims(rows.to(gl.int64) * s_mq, 1) + gl.expand_dims(n.to(gl.int64) * s_mk, 0)
-    m = gl.load(MASK + at, mask=inside, other=0)
-    if IS_BOOL:
-        bias = gl.where(m != 0, 0.0, float("-inf"))
+def _pairs_of(tile, tile2, W: gl.constexpr):
+    """Half the key of each pair of keys of a step in layout W, [1, 2, 8, 4]: the halves are key tiles of their own."""
+    HALF: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, W)))
+    half = gl.where(gl.arange(0, 2, layout=HALF) == 0, tile * 32, tile2 * 32)
+    j = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, W))))
+    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, W))))
+    half = gl.expand_dims(gl.expand_dims(gl.expand_dims(half, 0), 2), 3)
+    j = gl.expand_dims(gl.expand_dims(gl.expand_dims(j, 0), 1), 3)
+    t = gl.expand_dims(gl.expand_dims(gl.expand_dims(t, 0), 1), 2)
+    return half + 4 * j + t
+
+
+@gluon.jit
+def _read_mask(MASK, rows, tile, tile2, M, N, s_mq, W: gl.constexpr):
+    """The mask of a step as words of two keys each, [64, 2, 8, 4]; the loads come before the waits of the step."""
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, W)))
+    row = gl.convert_layout(gl.minimum(rows, M - 1).to(gl.int64) * s_mq, ROW)
+    row = gl.expand_dims(gl.expand_dims(gl.expand_dims(row, 1), 2), 3)
+    n = _pairs_of(tile, tile2, W)
+    return gl.load(MASK + row + gl.minimum(n, N // 2 - 1))
+
+
+@gluon.jit
+def _add_mask(x, words, tile, tile2, N, KIND: gl.constexpr, EXACT: gl.constexpr):
+    """Scores with the mask added (log2 units); -inf past the last key."""
+    E: gl.constexpr = x.type.layout
+    if KIND == "fp32":
+        low = words.to(gl.int32).to(gl.float32, bitcast=True)
+        high = (words >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+    elif KIND == "bf16":
+        low = (words << 16).to(gl.float32, bitcast=True)
+        high = (words & -65536).to(gl.float32, bitcast=True)
+    elif KIND == "fp16":
+        low = words.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        high = (words >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
     else:
-        x = m.to(gl.float32)
-        bias = gl.where(gl.abs(x) < 2.0e38, x * 1.4426950408889634, x)
-    other = gl.where(flat != flat, float("-inf"), flat)
-    read = gl.expand_dims((n < N) & (flat != flat), 0)
-    return gl.where(read, bias, gl.expand_dims(other, 0))
+        low = words & 255
+        high = words & -256
+    y = gl.convert_layout(gl.join(low, high), E)
+    if KIND == "bool":
+        x = gl.where(y != 0, x, float("-inf"))
+    else:
+        if EXACT:
+            # Rows may hold nothing but finfo.min, which must stay finite: their answer is the mean of the values.
+            x += gl.where(gl.abs(y) < 2.0e38, y * 1.4426950408889634, y)
+        else:
+            x += y * 1.4426950408889634
+    if gl.maximum(tile, tile2) * 64 + 64 > N:
+        W: gl.constexpr = gl.SliceLayout(4, E)
+        x = gl.where(gl.expand_dims(_pairs_of(tile, tile2, W), 4) < N // 2, x, float("-inf"))
+    return x
 
 
 @gluon.jit
 def _softmax(
-    s, q_scale, k_scale, bias, offset, offset2, extra, total, top,
+    s, q_scale, k_scale, bias, offset, offset2, words, tile, tile2, N, total, top,
     S: gl.constexpr, T: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_EXTRA: gl.constexpr, ONLINE: gl.constexpr,
+    IS_MIXED: gl.constexpr, KIND: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
     """One step of the softmax in log2 units: weights [BM, BN], row sums by thread [BM, 4], row maximum, decay.
 
@@ -123,13 +161,15 @@ def _softmax(
     q3 = gl.expand_dims(gl.expand_dims(gl.convert_layout(q_scale, gl.SliceLayout(1, gl.SliceLayout(2, T))), 1), 2)
     scale = q3 * gl.expand_dims(k_scale.slice(0, 4, dim=1).load(gl.SliceLayout(0, T)), 0)
     x = s5.to(gl.float32) * gl.convert_layout(gl.expand_dims(gl.expand_dims(scale, 2), 4), E)
-    if HAS_EXTRA:
-        whole = gl.convert_layout(x.reshape([BM, BN]), S) + extra
-        x = gl.convert_layout(whole.reshape([BM, 2, BN // 16, 4, 2]), E)
-    else:
-        half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, T)))
-        add = gl.expand_dims(gl.expand_dims(gl.where(half == 0, offset, offset2), 0), 2)
-        x += gl.convert_layout(gl.expand_dims(gl.expand_dims(add, 2), 4), E)
+    if IS_MIXED:
+        # A half with a number is read like the other; one without a tile has -inf.
+        offset = 0.0
+        offset2 = gl.where(offset2 == float("-inf"), offset2, 0.0)
+    half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, T)))
+    add = gl.expand_dims(gl.expand_dims(gl.where(half == 0, offset, offset2), 0), 2)
+    x += gl.convert_layout(gl.expand_dims(gl.expand_dims(add, 2), 4), E)
+    if IS_MIXED:
+        x = _add_mask(x, words, tile, tile2, N, KIND, ONLINE)
     if HAS_BIAS:
         columns = gl.expand_dims(bias.load(gl.SliceLayout(0, S)), 0)
         x += gl.convert_layout(columns.reshape([1, 2, BN // 16, 4, 2]), E)
@@ -149,14 +189,21 @@ def _softmax(
 
 
 @gluon.jit
-def _offsets(OFFSETS, t, alone, HAS_MASK: gl.constexpr):
-    """What is added to the scores of either half of step t; `alone` is the step whose second half holds no tile."""
+def _entry_of(OFFSETS, TILES, t, position, alone, HAS_MASK: gl.constexpr):
+    """What is added to the scores of either half of step t, and the key tiles of the halves where a mask is read.
+
+    `alone` is the step whose second half holds no tile. Past the last step this reads what is not used.
+    """
     offset = 0.0
     offset2 = gl.where(t == alone, float("-inf"), 0.0)
+    tile = 0
+    tile2 = 0
     if HAS_MASK:
         offset = gl.load(OFFSETS + t * 2)
         offset2 = gl.load(OFFSETS + t * 2 + 1)
-    return offset, offset2
+        tile = gl.load(TILES + position * 4)
+        tile2 = gl.load(TILES + position * 4 + 1)
+    return offset, offset2, tile, tile2
 
 
 @gluon.jit
@@ -178,29 +225,32 @@ def _release(empty, slot, is_shared):
 
 @gluon.jit
 def _step(
-    slot, phase, is_shared, foreign, acc, weights, total, top, q, q_scale, rows, offset, offset2, tile, tile2, SINK, MASK,
-    M, N, stop, s_mq, s_mk, k_s, v_s, scale_s, bias_s, full, empty,
+    t, position, shared, both, acc, weights, total, top, q, q_scale, rows, offset, offset2, tile, tile2, SINK, MASK,
+    M, N, s_mq, k_s, v_s, scale_s, bias_s, full, empty,
     S: gl.constexpr, T: gl.constexpr, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    HAS_BIAS: gl.constexpr, IS_BOOL: gl.constexpr, HAS_EXTRA: gl.constexpr, ONLINE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, IS_MIXED: gl.constexpr, KIND: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
-    """Scores of a step, then P @ V of the step before with the softmax of this one under it."""
-    extra = 0.0
-    if HAS_EXTRA:
-        extra = _mask_tile(MASK, rows, tile, tile2, offset, offset2, stop, N, s_mq, s_mk, S, IS_BOOL)
-    _await(full, empty, slot, phase, foreign)
+    """Scores of step t, then P @ V of the step before with the softmax of this one under it."""
+    STAGES: gl.constexpr = full.type.shape[0]
+    slot = position % STAGES
+    words = 0
+    if IS_MIXED:
+        W: gl.constexpr = gl.SliceLayout(4, T.parent.parent)
+        words = _read_mask(MASK, rows, tile, tile2, M, N, s_mq, W)
+    _await(full, empty, slot, (position // STAGES) & 1, t - shared >= both)
     s = _scores(q, k_s.index(slot), S, BM, BN, D)
     acc = warpgroup_mma(weights, v_s.index(slot), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p, total, top, decay = _softmax(
-        s, q_scale, scale_s.index(slot), bias_s.index(slot), offset, offset2, extra, total, top,
-        S, T, BM, BN, HAS_BIAS, HAS_EXTRA, ONLINE,
+        s, q_scale, scale_s.index(slot), bias_s.index(slot), offset, offset2, words, tile, tile2, N,
+        total, top, S, T, BM, BN, HAS_BIAS, IS_MIXED, KIND, ONLINE,
     )  # fmt: skip
     if M < 0:
         # Never taken, but ptxas can't know: it would hoist the wait for P @ V above the exponentials.
         gl.store(SINK + gl.arange(0, BM, layout=gl.SliceLayout(1, total.type.layout)), gl.max(total, 1))
     # The weights pass through the wait, so that their packing can't overwrite the operand of the product in flight.
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    _release(empty, slot, is_shared)
+    _release(empty, slot, t < shared)
     if ONLINE:
         acc *= gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout)), 1)
     return acc, gl.convert_layout(p.to(v_s.dtype), P), total, top
@@ -208,10 +258,10 @@ def _step(
 
 @gluon.jit
 def _attend(
-    q, q_scale, rows, SINK, MASK, OFFSETS, TILES, M, N, stop, s_mq, s_mk, steps, shared, both, alone,
+    q, q_scale, rows, SINK, MASK, OFFSETS, TILES, M, N, s_mq, steps, shared, both, alone,
     k_s, v_s, scale_s, bias_s, full, empty,
     GROUP: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_MASK: gl.constexpr, IS_BOOL: gl.constexpr, ONLINE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_MASK: gl.constexpr, KIND: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
     """Walk this warpgroup's slots: P @ V [BM, D] before division, row sums [BM] and row maxima [BM]."""
     STAGES: gl.constexpr = full.type.shape[0]
@@ -223,47 +273,44 @@ def _attend(
     acc = gl.zeros([BM, D], gl.float32, layout=ACC)
     position = _slot_of(GROUP, 0, shared, both)
     slot = position % STAGES
-    offset, offset2 = _offsets(OFFSETS, 0, alone, HAS_MASK)
-    extra = 0.0
+    offset, offset2, tile, tile2 = _entry_of(OFFSETS, TILES, 0, position, alone, HAS_MASK)
+    words = 0
     if HAS_MASK:
-        extra = _mask_tile(
-            MASK, rows, gl.load(TILES + position * 4), gl.load(TILES + position * 4 + 1), offset, offset2, stop, N,
-            s_mq, s_mk, S, IS_BOOL,
-        )  # fmt: skip
+        words = _read_mask(MASK, rows, tile, tile2, M, N, s_mq, gl.SliceLayout(4, E))
     mbarrier.wait(full.index(slot), 0)
     s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(slot), S, BM, BN, D)])
     p, total, top, _decay = _softmax(
-        s, q_scale, scale_s.index(slot), bias_s.index(slot), offset, offset2, extra, total, top,
-        S, T, BM, BN, HAS_BIAS, HAS_MASK, ONLINE,
+        s, q_scale, scale_s.index(slot), bias_s.index(slot), offset, offset2, words, tile, tile2, N,
+        total, top, S, T, BM, BN, HAS_BIAS, HAS_MASK, KIND, ONLINE,
     )  # fmt: skip
     _release(empty, slot, shared > 0)
     weights = gl.convert_layout(p.to(v_s.dtype), P)
+    position = _slot_of(GROUP, 1, shared, both)
+    offset, offset2, tile, tile2 = _entry_of(OFFSETS, TILES, 1, position, alone, HAS_MASK)
     for t in range(1, steps):
-        position = _slot_of(GROUP, t, shared, both)
-        slot = position % STAGES
-        phase = (position // STAGES) & 1
-        offset, offset2 = _offsets(OFFSETS, t, alone, HAS_MASK)
+        # A step ahead: a branch hangs on these loads.
+        following = _slot_of(GROUP, t + 1, shared, both)
+        ahead, ahead2, tile_ahead, tile2_ahead = _entry_of(OFFSETS, TILES, t + 1, following, alone, HAS_MASK)
         if HAS_MASK:
-            mixed = (offset != offset) | (offset2 != offset2)
-            if mixed:
+            if (offset != offset) | (offset2 != offset2):
                 acc, weights, total, top = _step(
-                    slot, phase, t < shared, t - shared >= both, acc, weights, total, top, q, q_scale, rows, offset, offset2,
-                    gl.load(TILES + position * 4), gl.load(TILES + position * 4 + 1), SINK, MASK,
-                    M, N, stop, s_mq, s_mk, k_s, v_s, scale_s, bias_s, full, empty,
-                    S, T, P, BM, BN, D, HAS_BIAS, IS_BOOL, True, ONLINE,
+                    t, position, shared, both, acc, weights, total, top, q, q_scale, rows, offset, offset2, tile, tile2,
+                    SINK, MASK, M, N, s_mq, k_s, v_s, scale_s, bias_s, full, empty,
+                    S, T, P, BM, BN, D, HAS_BIAS, True, KIND, ONLINE,
                 )  # fmt: skip
             else:
                 acc, weights, total, top = _step(
-                    slot, phase, t < shared, t - shared >= both, acc, weights, total, top, q, q_scale, rows, offset, offset2, 0, 0,
-                    SINK, MASK, M, N, stop, s_mq, s_mk, k_s, v_s, scale_s, bias_s, full, empty,
-                    S, T, P, BM, BN, D, HAS_BIAS, IS_BOOL, False, ONLINE,
+                    t, position, shared, both, acc, weights, total, top, q, q_scale, rows, offset, offset2, tile, tile2,
+                    SINK, MASK, M, N, s_mq, k_s, v_s, scale_s, bias_s, full, empty,
+                    S, T, P, BM, BN, D, HAS_BIAS, False, KIND, ONLINE,
                 )  # fmt: skip
         else:
             acc, weights, total, top = _step(
-                slot, phase, t < shared, t - shared >= both, acc, weights, total, top, q, q_scale, rows, offset, offset2, 0, 0,
-                SINK, MASK, M, N, stop, s_mq, s_mk, k_s, v_s, scale_s, bias_s, full, empty,
-                S, T, P, BM, BN, D, HAS_BIAS, IS_BOOL, False, ONLINE,
+                t, position, shared, both, acc, weights, total, top, q, q_scale, rows, offset, offset2, tile, tile2,
+                SINK, MASK, M, N, s_mq, k_s, v_s, scale_s, bias_s, full, empty,
+                S, T, P, BM, BN, D, HAS_BIAS, False, KIND, ONLINE,
             )  # fmt: skip
+        position, offset, offset2, tile, tile2 = following, ahead, ahead2, tile_ahead, tile2_ahead
     position = _slot_of(GROUP, steps, shared, both)
     slot = position % STAGES
     _await(full, empty, slot, (position // STAGES) & 1, steps - shared >= both)
@@ -276,9 +323,9 @@ def _attend(
 @gluon.jit
 def _consumer(
     Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, MASK, OFFSETS, TILES, COUNTS, FLOOR, q_s, k_s, v_s, scale_s, bias_s,
-    q_full, full, empty, start, stop, first, kv_head, k_tiles, M, N, width, s_om, s_lm, s_mq, s_mk, limit,
+    q_full, full, empty, start, stop, first, kv_head, k_tiles, M, N, width, s_om, s_lm, s_mq, limit,
     GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_MASK: gl.constexpr, HAS_FLOOR: gl.constexpr, IS_BOOL: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_MASK: gl.constexpr, HAS_FLOOR: gl.constexpr, KIND: gl.constexpr,
     HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: BM query rows of one head."""
@@ -313,9 +360,9 @@ def _consumer(
     else:
         if bound <= limit:
             acc, total, top = _attend(
-                q, q_scale, rows, LSE, MASK, OFFSETS, TILES, M, N, stop, s_mq, s_mk, steps, shared, both, alone,
+                q, q_scale, rows, LSE, MASK, OFFSETS, TILES, M, N, s_mq, steps, shared, both, alone,
                 k_s, v_s, scale_s, bias_s, full, empty,
-                GROUP, S, ACC, BM, BN, D, HAS_BIAS, HAS_MASK, IS_BOOL, False,
+                GROUP, S, ACC, BM, BN, D, HAS_BIAS, HAS_MASK, KIND, False,
             )  # fmt: skip
             _write(
                 acc, total, top, rows, OUT, LSE, LSE_TERM + first, anchor, keep, stop, s_om, s_lm,
@@ -323,9 +370,9 @@ def _consumer(
             )  # fmt: skip
         else:
             acc, total, top = _attend(
-                q, q_scale, rows, LSE, MASK, OFFSETS, TILES, M, N, stop, s_mq, s_mk, steps, shared, both, alone,
+                q, q_scale, rows, LSE, MASK, OFFSETS, TILES, M, N, s_mq, steps, shared, both, alone,
                 k_s, v_s, scale_s, bias_s, full, empty,
-                GROUP, S, ACC, BM, BN, D, HAS_BIAS, HAS_MASK, IS_BOOL, True,
+                GROUP, S, ACC, BM, BN, D, HAS_BIAS, HAS_MASK, KIND, True,
             )  # fmt: skip
             _write(
                 acc, total, top, rows, OUT, LSE, LSE_TERM + first, anchor, keep, stop, s_om, s_lm,
@@ -351,9 +398,9 @@ def _barriers(STAGES: gl.constexpr):
 def _attention(
     q_desc, k_desc, v_desc, scale_desc, bias_desc, Q_SCALE, K_NORM, ANCHOR, LSE_TERM, MASK, OUT, LSE,
     TILES, COUNTS, OFFSETS, BIAS_ROWS, FLOOR, BLOCKS, M, N, k_tiles, heads, group, width, step_b, step_h, table_rows,
-    s_ob, s_oh, s_om, s_lb, s_lh, s_lm, s_bias_b, s_bias_h, s_mb, s_mh, s_mq, s_mk, limit,
+    s_ob, s_oh, s_om, s_lb, s_lh, s_lm, s_bias_b, s_bias_h, s_mb, s_mh, s_mq, limit,
     BM: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_TABLE: gl.constexpr, HAS_MASK: gl.constexpr, HAS_FLOOR: gl.constexpr, IS_BOOL: gl.constexpr,
+    HAS_TABLE: gl.constexpr, HAS_MASK: gl.constexpr, HAS_FLOOR: gl.constexpr, KIND: gl.constexpr,
     HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """One program two tiles of query rows of one head: a warpgroup each, and one warp that loads for both."""
@@ -401,12 +448,12 @@ def _attention(
     gl.warp_specialize([
         (_consumer, (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, MASK, OFFSETS, TILES, COUNTS, FLOOR,
                      q_s, k_wide, v_wide, scale_wide, bias_wide, q_full, full, empty,
-                     start, stop, first, kv_head, k_tiles, M, N, width, s_om, s_lm, s_mq, s_mk, limit,
-                     0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_MASK, HAS_FLOOR, IS_BOOL, HAS_LSE)),
+                     start, stop, first, kv_head, k_tiles, M, N, width, s_om, s_lm, s_mq, limit,
+                     0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_MASK, HAS_FLOOR, KIND, HAS_LSE)),
         (_consumer, (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, MASK, OFFSETS, TILES, COUNTS, FLOOR,
                      q_s, k_wide, v_wide, scale_wide, bias_wide, q_full, full, empty,
-                     start, stop, first, kv_head, k_tiles, M, N, width, s_om, s_lm, s_mq, s_mk, limit,
-                     1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_MASK, HAS_FLOOR, IS_BOOL, HAS_LSE)),
+                     start, stop, first, kv_head, k_tiles, M, N, width, s_om, s_lm, s_mq, limit,
+                     1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_MASK, HAS_FLOOR, KIND, HAS_LSE)),
         (_producer, (q_desc, k_desc, v_desc, scale_desc, bias_desc, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty,
                      TILES, BIAS_ROWS, start, head, b, h_kv, kv_head, k_tiles, bias_row * table_rows, slots,
                      BM, D, HAS_BIAS, HAS_TABLE)),
@@ -429,6 +476,7 @@ def attention(
     kv_heads, kv_len = value.shape[1:3]
     padded = padded_head_dim(head_dim)
     scale = quantized.key_scale.view(-1)
+    words = None if mask is None else mask.view(WORDS[mask.dtype])
     unused = quantized.query_scale
     blocks = triton.cdiv(q_len, 2 * TILE) if lists.blocks is None else lists.blocks.shape[0]
     _attention[(blocks, batch * heads)](
@@ -438,15 +486,15 @@ def attention(
         _describe(scale, [32]),
         _describe(bias.view(-1) if bias is not None else scale, [TILE]),
         quantized.query_scale, quantized.key_norm,
-        *(unused if t is None else t for t in (quantized.anchor, quantized.lse_term, readable(mask), out, lse)),
+        *(unused if t is None else t for t in (quantized.anchor, quantized.lse_term, words, out, lse)),
         lists.tiles, lists.counts,
         *(unused if t is None else t for t in (lists.offsets, lists.bias_rows, lists.floor, lists.blocks)),
         q_len, kv_len, quantized.key.shape[2] // TILE, heads, heads // kv_heads, lists.tiles.shape[1], lists.step_b,
         lists.step_h, 0 if bias is None else bias.shape[2],
         *out.stride()[:3], *(lse.stride() if lse is not None else (0, 0, 0)), *table_strides(bias),
-        *mask_strides(mask), BOUND[value.dtype],
+        *mask_strides(words)[:3], BOUND[value.dtype],
         BM=TILE, D=padded, HEAD_DIM=head_dim, STAGES=config.num_stages, HAS_BIAS=bias is not None,
         HAS_TABLE=lists.bias_rows is not None, HAS_MASK=mask is not None, HAS_FLOOR=lists.floor is not None,
-        IS_BOOL=mask is not None and mask.dtype == torch.bool, HAS_LSE=lse is not None,
+        KIND=_KINDS[None if mask is None else mask.dtype], HAS_LSE=lse is not None,
         num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip

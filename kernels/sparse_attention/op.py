@@ -26,12 +26,16 @@ _SCHEMAS = {
     "tiled_mask_attention": "Tensor attn_mask, Tensor low, Tensor high, Tensor floor, Tensor seen",
 }
 
-# What remains to be done for a configuration: quantised operands, lists, dense mask and bias table.
-Work = tuple["Quantized", "Lists", "torch.Tensor | None", "torch.Tensor | None"]
+# What a configuration needs: quantised operands, lists and bias table.
+Work = tuple["Quantized", "Lists", "torch.Tensor | None"]
 
 
 def _run(
-    query: torch.Tensor, value: torch.Tensor, return_lse: bool, prepare: Callable[[Config], Work]
+    query: torch.Tensor,
+    value: torch.Tensor,
+    return_lse: bool,
+    prepare: Callable[[Config], Work],
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate the outputs and run what `prepare` makes, once more with the portable kernel if the other can't be."""
     from .forward import attention
@@ -39,10 +43,10 @@ def _run(
     out, lse = _empty_out(query, return_lse)
 
     def run(config: Config) -> None:
-        quantized, lists, mask, bias = prepare(config)
+        quantized, lists, bias = prepare(config)
         attention(quantized, value, lists, config, mask=mask, bias=bias, out=out, lse=lse if return_lse else None)
 
-    config = config_of(query, value)
+    config = config_of(query, value, mask)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         try:
             run(config)
@@ -50,7 +54,7 @@ def _run(
             if not config.gluon:
                 raise
             _LOG.warning("the portable sparse kernel from now on: %s", give_up_hopper(error))
-            run(config_of(query, value))
+            run(config_of(query, value, mask))
     return out, lse
 
 
@@ -83,7 +87,7 @@ def _block_sparse_attention(
         # Without a mask of the user's, the bias is needed for the padding of a last tile only.
         bias = quantized.bias if attn_mask is not None or key.shape[2] % TILE else None
         lists = make_lists(Tiles(tile_mask), None if bias is None else tile_tops(bias), paired=config.gluon)
-        return quantized, lists, None, None if bias is None else bias.view(*bias.shape[:2], -1, TILE)
+        return quantized, lists, None if bias is None else bias.view(*bias.shape[:2], -1, TILE)
 
     return _run(query, value, return_lse, prepare)
 
@@ -109,9 +113,9 @@ def _banded_attention(
         mask = attn_mask if found.seen is None else _seen(found.seen, attn_mask)
         quantized = quantize(query, key, mask, _scale(query, scale), config, lse=return_lse)
         if attn_mask is None or quantized.bias is None:
-            return quantized._replace(anchor=found.anchor), found.lists, None, found.table[None, None]
+            return quantized._replace(anchor=found.anchor), found.lists, found.table[None, None]
         lists, table = with_bias(found, quantized.bias)
-        return quantized, lists, None, table
+        return quantized, lists, table
 
     return _run(query, value, return_lse, prepare)
 
@@ -133,9 +137,9 @@ def _tiled_mask_attention(
         from .lists import Tiles, make_lists
 
         quantized = quantize(query, key, seen, _scale(query, scale), config, lse=return_lse)
-        return quantized, make_lists(Tiles(None, low, high, floor), None, paired=config.gluon), attn_mask, None
+        return quantized, make_lists(Tiles(None, low, high, floor), None, paired=config.gluon), None
 
-    return _run(query, value, return_lse, prepare)
+    return _run(query, value, return_lse, prepare, attn_mask)
 
 
 def _fake(query: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,7 +34,7 @@ def _summarise(
     MASK, LOW, HIGH, PEAK, SEEN, M, N, nk, heads, chunk, s_b, s_h, s_q, s_k,
     IS_BOOL: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program a row of tiles of one head, `chunk` key tiles of it; PEAK [R, chunks, nq * 64] takes the rows' largest."""
+    """One program `chunk` key tiles of a row of tiles; PEAK [R, chunks, nq * 64] takes the largest of each mask row."""
     q = tl.program_id(0)
     part = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
