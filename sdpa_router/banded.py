@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, overload
@@ -123,14 +122,13 @@ def banded_attention(
         refuse(codes, decide_kernel, call, "auto")
     if not isinstance(floor, float) or not 0 < floor <= 1:
         raise ValueError(f"floor is {floor!r}; accepted: a weight over 0 and up to 1.0")
-    numbers = flatten(tuple(windows), query.shape[2], key.shape[2])
+    numbers = flatten(windows, query.shape[2], key.shape[2])
     mask = None if bias is None else key_view(bias)
     answer = run.banded(query, key, value, numbers, floor, mask, scale, return_lse)
     return answer if return_lse else answer[0]
 
 
-@functools.lru_cache(maxsize=64)
-def flatten(windows: tuple[Window, ...], q_len: int, kv_len: int) -> tuple[int, ...]:
+def flatten(windows: Sequence[Window], q_len: int, kv_len: int) -> tuple[int, ...]:
     """Windows as plain numbers (kernels.sparse_attention.windows.parse() reads them); raises ValueError if wrong."""
     numbers: list[int] = []
     for start, stop, keys in windows:

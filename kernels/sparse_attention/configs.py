@@ -17,7 +17,8 @@ WORDS = {torch.bool: torch.int16, torch.float16: torch.int32, torch.bfloat16: to
 
 # By padded head_dim, so that no variant spills (tests/test_sparse_aot.py); not timed.
 _NVIDIA = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 1)}
-_AMD = {64: Config(64, 64, 4, 1), 128: Config(64, 64, 4, 1), 256: Config(64, 64, 8, 1)}
+_CDNA = {64: Config(64, 64, 4, 1), 128: Config(64, 64, 4, 1), 256: Config(64, 64, 8, 1)}
+_RDNA = {64: Config(64, 64, 4, 1), 128: Config(64, 64, 16, 1), 256: Config(64, 64, 16, 1)}
 _INTERPRETER = dict.fromkeys((64, 128, 256), Config(64, 64, 4, 1))
 
 _failures: list[str] = []  # why the sparse kernel for Hopper did not compile, once it has not
@@ -25,10 +26,9 @@ _failures: list[str] = []  # why the sparse kernel for Hopper did not compile, o
 
 def portable_config(arch: int | str, head_dim: int) -> Config:
     """The configuration of the portable kernel for `arch`, as int8_attention.configs.config_for() takes it."""
-    if isinstance(arch, int):
-        table = _NVIDIA
-    else:
-        table = _AMD if arch.startswith("gfx") else _INTERPRETER
+    table = _NVIDIA if isinstance(arch, int) else _INTERPRETER
+    if isinstance(arch, str) and arch.startswith("gfx"):
+        table = _CDNA if arch.startswith("gfx9") else _RDNA
     return table[max(64, padded_head_dim(head_dim))]
 
 

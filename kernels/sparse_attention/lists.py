@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 TILE = 64  # rows of a query tile and keys of a key tile
+BLOCK = 1024  # key tiles that a step of the kernels below looks at: as many as fit the registers
 
 
 class Tiles(NamedTuple):
@@ -285,7 +286,7 @@ def make_lists(tiles: Tiles, top: torch.Tensor | None, *, paired: bool) -> Lists
         entries, counts, unused if offsets is None else offsets, unused if floor is None else floor, nq, nk, rows_h,
     )  # fmt: skip
     flags = {"FROM_MASK": tiles.low is not None, "HAS_TOP": top is not None}
-    block = min(2048, triton.next_power_of_2(nk))
+    block = min(BLOCK, triton.next_power_of_2(nk))
     if paired:
         _make_pairs[(count,)](*arguments, width, *strides, *steps, BLOCK=block, num_warps=4, **flags)
     else:

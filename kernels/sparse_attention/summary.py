@@ -11,7 +11,7 @@ import triton.language as tl
 from .forward import mask_strides, readable
 from .lists import TILE
 
-_WIDE = 4  # key tiles that a step of a program reads
+_WIDE = 2  # key tiles that a step of a program reads
 
 
 class Summary(NamedTuple):
