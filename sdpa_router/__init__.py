@@ -7,6 +7,7 @@ from .block_sparse import block_sparse_attention, sparse_sm89_attention
 from .context import disable, enable, route
 from .decide import Call
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route, UnsupportedError
+from .dense_mask import dense_mask_attention
 from .mask import classify_mask
 from .merge import merge_attention
 from .record import record, reset_stats, stats
@@ -31,6 +32,7 @@ __all__ = [
     "banded_attention",
     "block_sparse_attention",
     "classify_mask",
+    "dense_mask_attention",
     "disable",
     "enable",
     "explain",

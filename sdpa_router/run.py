@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,9 @@ from .decide import Call
 from .kernels.int8_attention import op as _op  # registers the operators
 from .kernels.sparse_attention import op as _sparse_op  # noqa: F401 (registers more)
 from .mask import key_view
+
+if TYPE_CHECKING:
+    from .kernels.sparse_attention.summary import Summary
 
 Attention = Callable[..., torch.Tensor]
 
@@ -112,4 +116,19 @@ def banded(
     """Return (out, lse) of windows in the numbers of kernels.sparse_attention.windows.parse()."""
     number = None if scale is None else float(scale)
     out, lse = torch.ops.sdpa_router.banded_attention(query, key, value, windows, floor, key_mask, number, return_lse)
+    return out, lse
+
+
+def by_tile(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    summary: Summary,
+    scale: float | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) under a dense mask [1 or B, 1 or H, Q, K] with its summary; lse is empty unless asked for."""
+    number = None if scale is None else float(scale)
+    out, lse = torch.ops.sdpa_router.tiled_mask_attention(query, key, value, attn_mask, *summary, number, return_lse)
     return out, lse

@@ -52,7 +52,8 @@ class Lists(NamedTuple):
 
 
 # In log2: a tile this far under what each row of it has elsewhere counts for nothing (see quantize.NEGLIGIBLE).
-_NEGLIGIBLE = tl.constexpr(-11818.0)
+NEGLIGIBLE = -11818.0
+_NEGLIGIBLE = tl.constexpr(NEGLIGIBLE)
 
 
 @triton.jit

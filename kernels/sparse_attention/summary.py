@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .forward import mask_strides, readable
-from .lists import TILE
+from .lists import NEGLIGIBLE, TILE
 
 _WIDE = 2  # key tiles that a step of a program reads
 
@@ -86,3 +86,13 @@ def summarise(mask: torch.Tensor) -> Summary:
     top = peak.amax(1).view(rows_b, rows_h, nq, TILE)
     least = torch.where(top == -torch.inf, torch.inf, top).amin(3)
     return Summary(low, high, torch.where(least == torch.inf, -torch.inf, least), seen)
+
+
+def count_kinds(summary: Summary) -> list[int]:
+    """Tiles that are kept as they are, constant, to be read, and not visited; waits for the device."""
+    low, high, floor = summary.low, summary.high, summary.floor[..., None]
+    skipped = (high == -torch.inf) | (high < floor + NEGLIGIBLE)
+    constant = (low == high) & ~skipped
+    kept = constant & (high == 0)
+    counted = torch.stack([kept.sum(), (constant & ~kept).sum(), (~constant & ~skipped).sum(), skipped.sum()])
+    return [int(count) for count in counted.tolist()]
