@@ -31,7 +31,7 @@ FLAGS = ("HAS_BIAS", "HAS_TABLE", "HAS_MASK", "IS_BOOL", "HAS_LSE", "TAIL")
 
 def attention_variants(arch: int | str) -> Iterator[Variant]:
     for head_dim, dtype, flags in ATTENTION:
-        config = portable_config(arch, head_dim)
+        config = portable_config(arch, head_dim, "HAS_MASK" in flags)
         types = dict.fromkeys("Q_SCALE K_SCALE BIAS ANCHOR LSE_TERM LSE OFFSETS".split(), "*fp32")
         types |= dict.fromkeys("TILES COUNTS BIAS_ROWS BLOCKS".split(), "*i32")
         types |= {"Q8": "*i8", "K8": "*i8", "V": f"*{dtype}", "OUT": f"*{dtype}"}

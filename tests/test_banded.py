@@ -134,7 +134,7 @@ def test_other_bad_input():
     inputs = gaussian(1, 1, 100, 150, 64, device=DEVICE)
     windows = [Window(0, 100, (KeyRange(0, 150),))]
     for floor in (0.0, 1.5, 1):
-        with pytest.raises(ValueError, match="floor is .*; accepted: a weight over 0"):
+        with pytest.raises(ValueError, match=r"floor is .*; accepted: a weight over 0"):
             banded_attention(*inputs, windows, floor=floor)
     with pytest.raises(UnsupportedError, match="full_mask"):
         banded_attention(*inputs, windows, torch.zeros(100, 150, device=DEVICE))

@@ -17,6 +17,7 @@ WORDS = {torch.bool: torch.int16, torch.float16: torch.int32, torch.bfloat16: to
 
 # By padded head_dim, so that no variant spills (tests/test_sparse_aot.py); not timed.
 _NVIDIA = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 1)}
+_BLACKWELL = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: Config(64, 64, 8, 1)}
 _CDNA = {64: Config(64, 64, 4, 1), 128: Config(64, 64, 4, 1), 256: Config(64, 64, 8, 1)}
 _RDNA = {64: Config(64, 64, 4, 1), 128: Config(64, 64, 16, 1), 256: Config(64, 64, 16, 1)}
 _INTERPRETER = dict.fromkeys((64, 128, 256), Config(64, 64, 4, 1))
@@ -24,12 +25,16 @@ _INTERPRETER = dict.fromkeys((64, 128, 256), Config(64, 64, 4, 1))
 _failures: list[str] = []  # why the sparse kernel for Hopper did not compile, once it has not
 
 
-def portable_config(arch: int | str, head_dim: int) -> Config:
-    """The configuration of the portable kernel for `arch`, as int8_attention.configs.config_for() takes it."""
-    table = _NVIDIA if isinstance(arch, int) else _INTERPRETER
+def portable_config(arch: int | str, head_dim: int, masked: bool = False) -> Config:
+    """The configuration of the portable kernel for `arch`, as int8_attention.configs.config_for() takes it.
+
+    masked: whether it reads a dense mask, whose tile needs registers besides.
+    """
+    table = (_BLACKWELL if arch >= 100 else _NVIDIA) if isinstance(arch, int) else _INTERPRETER
     if isinstance(arch, str) and arch.startswith("gfx"):
         table = _CDNA if arch.startswith("gfx9") else _RDNA
-    return table[max(64, padded_head_dim(head_dim))]
+    config = table[max(64, padded_head_dim(head_dim))]
+    return config._replace(num_warps=max(8, config.num_warps)) if masked else config
 
 
 def config_of(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None) -> Config:
@@ -37,7 +42,7 @@ def config_of(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | Non
     small = padded_head_dim(query.shape[3]) <= HOPPER_MAX_HEAD_DIM
     if not _failures and small and (mask is None or in_words(mask)) and why_portable(query, value) is None:
         return HOPPER
-    return portable_config(arch_of(query.device), query.shape[3])
+    return portable_config(arch_of(query.device), query.shape[3], mask is not None)
 
 
 def in_words(mask: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from .lists import TILE, Lists
 _KEYS = 2 * TILE  # keys of a slot
 _COLUMNS = 64  # of the values: what a TMA load brings of each row, 128 bytes
 
+_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # in Triton 3.9
 _KINDS = {None: "none", torch.bool: "bool", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -30,6 +31,16 @@ _KINDS = {None: "none", torch.bool: "bool", torch.float16: "fp16", torch.bfloat1
 def _wide(columns, bits):
     """Layout in shared memory of a slot's [128, columns]: what loads of [64, 128 bytes] side by side leave there."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns * bits // 8), element_bitwidth=bits, rank=2)
+
+
+@gluon.jit
+def _viewed(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same shared memory in another shape and layout."""
+    if _RENAMED:
+        view = memory.reinterpret(memory.dtype, SHAPE, LAYOUT)
+    else:
+        view = memory._reinterpret(memory.dtype, SHAPE, LAYOUT)
+    return view
 
 
 @gluon.jit
@@ -440,10 +451,10 @@ def _attention(
     )  # fmt: skip
     scale_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 32], FLOATS)
     bias_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], FLOATS)
-    k_wide = k_s._reinterpret(k_desc.dtype, [STAGES, BN, D], _wide(D, 8))
-    v_wide = v_s._reinterpret(v_desc.dtype, [STAGES, BN, D], _wide(D, 16))
-    scale_wide = scale_s._reinterpret(gl.float32, [STAGES, 2, 32], ROWS)
-    bias_wide = bias_s._reinterpret(gl.float32, [STAGES, BN], FLOATS)
+    k_wide = _viewed(k_s, [STAGES, BN, D], _wide(D, 8))
+    v_wide = _viewed(v_s, [STAGES, BN, D], _wide(D, 16))
+    scale_wide = _viewed(scale_s, [STAGES, 2, 32], ROWS)
+    bias_wide = _viewed(bias_s, [STAGES, BN], FLOATS)
     q_full, full, empty = _barriers(STAGES)
     gl.warp_specialize([
         (_consumer, (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, MASK, OFFSETS, TILES, COUNTS, FLOOR,
