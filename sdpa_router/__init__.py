@@ -9,6 +9,7 @@ from .decide import Call
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route, UnsupportedError
 from .dense_mask import dense_mask_attention
 from .mask import classify_mask
+from .mask_picture import plot_mask
 from .merge import merge_attention
 from .record import record, reset_stats, stats
 from .settings import Settings
@@ -39,6 +40,7 @@ __all__ = [
     "int8_attention",
     "is_available",
     "merge_attention",
+    "plot_mask",
     "record",
     "reset_stats",
     "route",
