@@ -8,6 +8,7 @@ import torch
 
 from . import run
 from .buffers import check_buffer, check_memory
+from .by_tile import counts_of, refine, worth_a_look
 from .decide import Call, decide, decide_kernel, kernel_against
 from .decision import Decision
 from .dispatch import Turn, answered_before, dispatch, refuse, remember_answered, under_foreign_mode
@@ -159,7 +160,9 @@ def explain(
     int8 (mask: per key, float32 [1, 1, 1, 33600])
     """
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return decide(call, settings_of(active_name()))
+    decision = decide(call, settings_of(active_name()))
+    counts = counts_of(call, False)[0] if worth_a_look(decision, call) else None
+    return decision if counts is None else refine(decision, call, counts)
 
 
 def is_available(device: torch.device | str | int | None = None) -> bool:

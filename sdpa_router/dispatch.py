@@ -13,9 +13,11 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from . import run
+from .by_tile import PATIENCE, counts_of, refine
 from .decide import Call, decide, mask_cast_note, needs_mask_cast, reasons_against
 from .decision import Code, Decision, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
+from .mask_summary import full_view, summarised
 from .record import MAX_SIGHTINGS, Sighting, answered, known, plain_number, recent, sight
 from .settings import settings_of, skipping, skips
 
@@ -191,6 +193,12 @@ def _answer(
     if _modes() and under_foreign_mode() and not torch.compiler.is_compiling():  # export has a mode of its own
         call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return _answer_under_mode(sighting, attention, call)
+    if sighting.summaries is not None and attn_mask is not None:
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        sighting = _by_its_tiles(sighting, call)
+        if not sighting.decision.reasons:
+            sighting.tick()
+            return run.by_tile(query, key, value, full_view(attn_mask), summarised(attn_mask).summary, scale, False)[0]
     sighting.tick()
     if not sighting.decision.reasons:
         settings = sighting.settings
@@ -198,7 +206,19 @@ def _answer(
     if sighting.settings.on_unsupported == "raise":
         raise UnsupportedError(sighting.decision)
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return run.native(call, attention, cast_mask=True)
+    return run.native(call, attention, cast_mask=needs_mask_cast(call))
+
+
+def _by_its_tiles(sighting: Sighting, call: Call) -> Sighting:
+    """Sighting of a call with a dense mask whose tiles decide; the given one if they are not known."""
+    patience = sighting.summaries or 0
+    counts, met_before = counts_of(call, patience > 0)
+    if counts is None:
+        return sighting
+    # A mask that is met again gives back what a new one took.
+    sighting.summaries = min(PATIENCE, patience + 1) if met_before else patience - 1
+    key = ("tiles", sighting, counts)
+    return _recall(key) or sight(key, call, refine(sighting.decision, call, counts), sighting.settings)
 
 
 def under_foreign_mode() -> bool:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .banded import Window, bias_of
+from .decision import TileCounts
 from .kernels.sparse_attention.limits import H200, estimate_ms, torch_ms
-from .mask_summary import TileCounts, full_view
+from .mask_summary import full_view
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

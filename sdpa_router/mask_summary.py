@@ -8,35 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from .decision import TileCounts
 
 if TYPE_CHECKING:
     from .kernels.sparse_attention.summary import Summary
 
 _MOST = 64  # masks remembered; the oldest is forgotten first
-
-
-class TileCounts(NamedTuple):
-    """Tiles of 64 queries and 64 keys of a mask: nothing added, one number added, to be read, and not to be visited."""
-
-    kept: int
-    constant: int
-    mixed: int
-    skipped: int
-
-    @property
-    def total(self) -> int:
-        """Number of tiles."""
-        return sum(self)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.total} tiles: {self.kept} kept, {self.constant} of one number, {self.mixed} read, "
-            f"{self.skipped} skipped"
-        )
 
 
 class Summarised:

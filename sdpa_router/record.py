@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from .by_tile import PATIENCE, worth_a_look
 from .decide import PLAIN_TYPES, Call
 from .decision import Decision, Route, show
 from .settings import Settings
@@ -39,7 +40,7 @@ class Sighting:
     """A decision, the call that it was made for (as metadata, in no tensor), and how often it was needed."""
 
     __slots__ = (
-        *("as_given", "decision", "phase", "settings", "tick"),
+        *("as_given", "decision", "phase", "settings", "summaries", "tick"),
         *("_call", "_caller", "_reads", "_ticks", "_time"),
     )
 
@@ -48,8 +49,11 @@ class Sighting:
     ) -> None:
         self.decision = decision
         self.settings = settings
-        self.as_given = not (decision.routed or decision.notes or settings.on_unsupported == "raise")
         self.phase = "capture" if phase == "eager" and _capturing() else phase
+        # How many masks may still be summarised for calls like this one; None where their tiles don't matter.
+        self.summaries = PATIENCE if phase == "eager" and worth_a_look(decision, call) else None
+        as_given = not (decision.routed or decision.notes or settings.on_unsupported == "raise")
+        self.as_given = as_given and self.summaries is None
         self._time = time.time()
         self._caller = caller
         self._call = {name: _metadata(getattr(call, name)) for name in call._fields}

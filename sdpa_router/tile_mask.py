@@ -112,11 +112,10 @@ def _of_flex(block_mask: Any) -> torch.Tensor:
     return blocks
 
 
-def valid_keys(valid_sizes: Any, kv_len: int, device: torch.device, validate: bool) -> torch.Tensor:
-    """Return which keys count, bool [1, 1, 1, K], from the valid keys in each tile of 64, integers [ceil(K / 64)]."""
+def valid_keys(sizes: Any, kv_len: int, device: torch.device, validate: bool) -> torch.Tensor:
+    """Return which keys count, bool [1, 1, 1, K], from the valid ones of each tile of 64, integers [ceil(K / 64)]."""
     count = -(-kv_len // TILE)
-    if not isinstance(valid_sizes, torch.Tensor):
-        valid_sizes = torch.tensor(valid_sizes)
+    valid_sizes: torch.Tensor = sizes if isinstance(sizes, torch.Tensor) else torch.tensor(sizes)
     if valid_sizes.is_floating_point() or valid_sizes.dtype == torch.bool or valid_sizes.shape != (count,):
         raise ValueError(f"valid_sizes is {_name(valid_sizes)}; accepted: integers [{count}], one for each key tile")
     on_host = valid_sizes.device.type == "cpu"

@@ -125,6 +125,7 @@ def test_decision_table(name):
     assert decision.routed is not bool(expected)
 
 
+# Code.TILES is a matter of the mask's values: test_by_tile.py.
 def test_the_table_and_the_tests_below_name_every_code():
     here = Path(__file__).read_text()
     assert [code.name for code in Code if f"Code.{code.name}" not in here] == []

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sdpa_router import UnsupportedError, dense_mask_attention, int8_attention
-from sdpa_router.mask_summary import TileCounts, forget, recall, summarised
+from sdpa_router.decision import TileCounts
+from sdpa_router.mask_summary import forget, recall, summarised
 from sdpa_router.testing import gaussian, lse_error, relative_error, sdpa_oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from sdpa_router import KeyRange, Window, cli, plot_mask
+from sdpa_router.decision import TileCounts
 from sdpa_router.mask_picture import CONSTANT, KEPT, MIXED, SKIPPED, count, tile_kinds
-from sdpa_router.mask_summary import TileCounts, summarised
+from sdpa_router.mask_summary import summarised
 
 pytest.importorskip("matplotlib")
 

@@ -260,7 +260,8 @@ def make_lists(tiles: Tiles, top: torch.Tensor | None, *, paired: bool) -> Lists
 
     A list is made for each batch and head that the tiles or the bias tell apart.
     """
-    given = tiles.low if tiles.keep is None else tiles.keep
+    given = tiles.low if tiles.low is not None else tiles.keep
+    assert given is not None
     batch, heads, nq, nk = given.shape
     rows_b = max(batch, top.shape[0] if top is not None else 1)
     rows_h = max(heads, top.shape[1] if top is not None else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,14 +84,14 @@ def plan(
     padded = torch.ones(len(entries), max(1, width), dtype=torch.int64)
     for i, (_, at, _) in enumerate(entries):
         padded[i, : len(at)] = at
-    there = lists._replace(**{name: t.to(device) for name, t in lists._asdict().items() if isinstance(t, torch.Tensor)})
+    parts: list[Any] = [part.to(device) if isinstance(part, torch.Tensor) else part for part in lists]
     anchor = torch.tensor([[[0.0, 1.0]]], device=device)
     table = torch.cat(tables).to(device)
     seen = torch.zeros(1, 1, 1, kv_len, dtype=torch.bool)
     for start, stop, _, _ in (r for _, _, ranges in parsed for r in ranges):
         seen[..., start:stop] = True
     some = None if bool(seen.all()) else seen.to(device)
-    return Plan(there, table, torch.tensor(tiles_of, device=device), padded.to(device), anchor, some)
+    return Plan(Lists(*parts), table, torch.tensor(tiles_of, device=device), padded.to(device), anchor, some)
 
 
 def _tiles(ranges: list[Range], floor: float) -> tuple[torch.Tensor, torch.Tensor]:
