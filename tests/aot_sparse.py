@@ -52,6 +52,8 @@ def list_variants(arch: int | str) -> Iterator[Variant]:
         for from_mask, has_top in ((False, False), (False, True), (True, False)):
             constants = {"FROM_MASK": from_mask, "HAS_TOP": has_top, "BLOCK": lists.BLOCK}
             yield f"{name} {from_mask} {has_top}", kernel, types, constants, {"num_warps": 4}
+    types = dict.fromkeys(("KEEP", "SEEN"), "*u8") | integers("nq nk heads N s_b s_h s_q s_k")
+    yield "seen keys", lists._seen_keys, types, {"TILE": 64}, {"num_warps": 4}
     types = {"BIAS": "*fp32", "TOP": "*fp32", "N": "i32"}
     yield "tile tops", lists._tile_tops, types, {"TILE": 64}, {"num_warps": 1}
     for kind in ("*u8", "*bf16", "*fp32"):

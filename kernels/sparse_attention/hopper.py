@@ -51,6 +51,12 @@ def _slot_of(w, t, shared, both):
 
 
 @gluon.jit
+def _tiles_of(SLOT):
+    """Key tiles whose keys, and whose values, a slot brings; -1: none."""
+    return gl.load(SLOT), gl.load(SLOT + 1), gl.load(SLOT + 2), gl.load(SLOT + 3)
+
+
+@gluon.jit
 def _producer(
     q_desc, k_desc, v_desc, scale_desc, bias_desc, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty,
     TILES, BIAS_ROWS, start, head, b, h_kv, kv_head, k_tiles, table, slots,
@@ -67,11 +73,11 @@ def _producer(
         _load(q_desc, [head, start + wg * BM, 0], q_full.index(wg), q_s.index(wg))
     slot = 0
     phase = 1
+    next_keys, next_keys2, next_values, next_values2 = _tiles_of(TILES)
     for position in range(slots):
-        keys = gl.load(TILES + position * 4)
-        keys2 = gl.load(TILES + position * 4 + 1)
-        values = gl.load(TILES + position * 4 + 2)
-        values2 = gl.load(TILES + position * 4 + 3)
+        keys, keys2, values, values2 = next_keys, next_keys2, next_values, next_values2
+        # A slot ahead: the list has room behind its end.
+        next_keys, next_keys2, next_values, next_values2 = _tiles_of(TILES + position * 4 + 4)
         mbarrier.wait(empty.index(slot), phase)
         if values < 0:
             mbarrier.expect(full.index(slot), K_BYTES)
@@ -102,33 +108,46 @@ def _producer(
             phase ^= 1
 
 
-@gluon.jit
-def _pairs_of(tile, tile2, W: gl.constexpr):
-    """Half the key of each pair of keys of a step in layout W, [1, 2, 8, 4]: the halves are key tiles of their own."""
-    HALF: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, W)))
-    half = gl.where(gl.arange(0, 2, layout=HALF) == 0, tile * 32, tile2 * 32)
-    j = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, W))))
-    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, W))))
-    half = gl.expand_dims(gl.expand_dims(gl.expand_dims(half, 0), 2), 3)
-    j = gl.expand_dims(gl.expand_dims(gl.expand_dims(j, 0), 1), 3)
-    t = gl.expand_dims(gl.expand_dims(gl.expand_dims(t, 0), 1), 2)
-    return half + 4 * j + t
+@gluon.constexpr_function
+def _by_words():
+    """Layout of a step's mask as words of two keys, [64, 2, 32], in which a thread loads four words of a row at once."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 16], [0, 1, 0], [8, 0, 0]],
+        lane_bases=[[0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[64, 2, 32],
+    )  # fmt: skip
 
 
 @gluon.jit
-def _read_mask(MASK, rows, tile, tile2, M, N, s_mq, W: gl.constexpr):
-    """The mask of a step as words of two keys each, [64, 2, 8, 4]; the loads come before the waits of the step."""
-    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, W)))
-    row = gl.convert_layout(gl.minimum(rows, M - 1).to(gl.int64) * s_mq, ROW)
-    row = gl.expand_dims(gl.expand_dims(gl.expand_dims(row, 1), 2), 3)
-    n = _pairs_of(tile, tile2, W)
-    return gl.load(MASK + row + gl.minimum(n, N // 2 - 1))
+def _words_of(tile, tile2, L: gl.constexpr):
+    """Index of each word of a step in a row of the mask, [1, 2, 32]: the halves are key tiles of their own."""
+    half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    half = gl.expand_dims(gl.expand_dims(gl.where(half == 0, tile * 32, tile2 * 32), 0), 2)
+    word = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    return half + gl.expand_dims(gl.expand_dims(word, 0), 1)
+
+
+@gluon.jit
+def _read_mask(MASK, rows, tile, tile2, M, N, s_mq):
+    """The mask of a step as words of two keys each, [64, 2, 32]; the loads come before the waits of the step."""
+    L: gl.constexpr = _by_words()
+    row = gl.convert_layout(gl.minimum(rows, M - 1).to(gl.int64) * s_mq, gl.SliceLayout(1, gl.SliceLayout(2, L)))
+    n = _words_of(tile, tile2, L)
+    # Rows start with whole 16 bytes (configs.in_words); Triton forgets on the way into a warpgroup what it knew of that.
+    at = gl.multiple_of(gl.max_contiguous(MASK + gl.expand_dims(gl.expand_dims(row, 1), 2) + n, [1, 1, 4]), [1, 1, 16])
+    if gl.maximum(tile, tile2) * 64 + 64 <= N:
+        words = gl.load(at)
+    else:
+        words = gl.load(at, mask=n < N // 2, other=0)
+    return words
 
 
 @gluon.jit
 def _add_mask(x, words, tile, tile2, N, KIND: gl.constexpr, EXACT: gl.constexpr):
     """Scores with the mask added (log2 units); -inf past the last key."""
     E: gl.constexpr = x.type.layout
+    # Four neighbours exchange words, so that each has those of its own columns.
+    words = gl.convert_layout(words.reshape([64, 2, 8, 4]), gl.SliceLayout(4, E))
     if KIND == "fp32":
         low = words.to(gl.int32).to(gl.float32, bitcast=True)
         high = (words >> 32).to(gl.int32).to(gl.float32, bitcast=True)
@@ -151,8 +170,9 @@ def _add_mask(x, words, tile, tile2, N, KIND: gl.constexpr, EXACT: gl.constexpr)
         else:
             x += y * 1.4426950408889634
     if gl.maximum(tile, tile2) * 64 + 64 > N:
-        W: gl.constexpr = gl.SliceLayout(4, E)
-        x = gl.where(gl.expand_dims(_pairs_of(tile, tile2, W), 4) < N // 2, x, float("-inf"))
+        L: gl.constexpr = _by_words()
+        n = gl.convert_layout(_words_of(tile, tile2, L).reshape([1, 2, 8, 4]), gl.SliceLayout(4, E))
+        x = gl.where(gl.expand_dims(n, 4) < N // 2, x, float("-inf"))
     return x
 
 
@@ -246,8 +266,7 @@ def _step(
     slot = position % STAGES
     words = 0
     if IS_MIXED:
-        W: gl.constexpr = gl.SliceLayout(4, T.parent.parent)
-        words = _read_mask(MASK, rows, tile, tile2, M, N, s_mq, W)
+        words = _read_mask(MASK, rows, tile, tile2, M, N, s_mq)
     _await(full, empty, slot, (position // STAGES) & 1, t - shared >= both)
     s = _scores(q, k_s.index(slot), S, BM, BN, D)
     acc = warpgroup_mma(weights, v_s.index(slot), acc, is_async=True)
@@ -287,7 +306,7 @@ def _attend(
     offset, offset2, tile, tile2 = _entry_of(OFFSETS, TILES, 0, position, alone, HAS_MASK)
     words = 0
     if HAS_MASK:
-        words = _read_mask(MASK, rows, tile, tile2, M, N, s_mq, gl.SliceLayout(4, E))
+        words = _read_mask(MASK, rows, tile, tile2, M, N, s_mq)
     mbarrier.wait(full.index(slot), 0)
     s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(slot), S, BM, BN, D)])
     p, total, top, _decay = _softmax(

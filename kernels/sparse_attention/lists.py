@@ -255,6 +255,33 @@ def tile_tops(bias: torch.Tensor) -> torch.Tensor:
     return top
 
 
+@triton.jit(do_not_specialize=["nq", "nk", "heads", "N"])
+def _seen_keys(KEEP, SEEN, nq, nk, heads, N, s_b, s_h, s_q, s_k, TILE: tl.constexpr):
+    """One program TILE key tiles of one head: whether any query tile keeps them, for each of their keys."""
+    row = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    KEEP += (row // heads) * s_b + (row % heads) * s_h + t[None, :].to(tl.int64) * s_k
+    kept = tl.zeros([TILE], tl.int32)
+    for start in range(0, nq, TILE):
+        q = start + tl.arange(0, TILE)
+        inside = (q < nq)[:, None] & (t < nk)[None, :]
+        kept = tl.maximum(kept, tl.max(tl.load(KEEP + q[:, None] * s_q, mask=inside, other=0).to(tl.int32), 0))
+    n = t[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    tl.store(SEEN + row * N + n, tl.broadcast_to(kept[:, None], [TILE, TILE]).to(tl.uint8), mask=n < N)
+
+
+def seen_keys(keep: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """Keys that at least one query sees, bool [Rb, Rh, 1, K], of keep as in Tiles."""
+    rows_b, rows_h = (1 if keep.stride(axis) == 0 else keep.shape[axis] for axis in (0, 1))
+    nq, nk = keep.shape[2:]
+    seen = torch.empty((rows_b, rows_h, 1, kv_len), dtype=torch.bool, device=keep.device)
+    strides = [keep.stride(axis) if keep.shape[axis] > 1 else 0 for axis in (0, 1)] + list(keep.stride()[2:])
+    _seen_keys[(triton.cdiv(nk, TILE), rows_b * rows_h)](
+        keep.view(torch.uint8), seen.view(torch.uint8), nq, nk, rows_h, kv_len, *strides, TILE=TILE, num_warps=4
+    )  # fmt: skip
+    return seen
+
+
 def make_lists(tiles: Tiles, top: torch.Tensor | None, *, paired: bool) -> Lists:
     """Lists of `tiles`; top: tile_tops() of the keys' bias, if they have one, whose masked tiles are left out.
 
@@ -290,9 +317,9 @@ def make_lists(tiles: Tiles, top: torch.Tensor | None, *, paired: bool) -> Lists
     flags = {"FROM_MASK": tiles.low is not None, "HAS_TOP": top is not None}
     block = min(BLOCK, triton.next_power_of_2(nk))
     if paired:
-        _make_pairs[(count,)](*arguments, width, *strides, *steps, BLOCK=block, num_warps=4, **flags)
+        _make_pairs[(count,)](*arguments, width, *strides, *steps, BLOCK=block, num_warps=max(1, block // 256), **flags)
     else:
-        _make_lists[(count,)](*arguments, *strides, *steps, BLOCK=block, num_warps=4, **flags)
+        _make_lists[(count,)](*arguments, *strides, *steps, BLOCK=block, num_warps=max(1, block // 256), **flags)
     step_h = per_head if rows_h > 1 else 0
     step_b = rows_h * per_head if rows_b > 1 else 0
     return Lists(entries, counts, offsets, None, floor, None, step_b, step_h, paired)

@@ -80,9 +80,9 @@ def _block_sparse_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     def prepare(config: Config) -> Work:
         from ..int8_attention.quantize import quantize
-        from .lists import TILE, Tiles, make_lists, tile_tops
+        from .lists import TILE, Tiles, make_lists, seen_keys, tile_tops
 
-        seen = tile_mask.any(2).repeat_interleave(TILE, -1)[:, :, None, : key.shape[2]]
+        seen = seen_keys(tile_mask, key.shape[2])
         quantized = quantize(query, key, _seen(seen, attn_mask), _scale(query, scale), config, lse=return_lse)
         # Without a mask of the user's, the bias is needed for the padding of a last tile only.
         bias = quantized.bias if attn_mask is not None or key.shape[2] % TILE else None
