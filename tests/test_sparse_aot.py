@@ -48,8 +48,8 @@ def test_every_variant_compiles_within_the_chip(chip):
             assert set(products) <= set(row["products"]), row
 
 
-# Instructions a step of two key tiles: what Triton 3.6 and 3.9 give, + 5 %; of the variant with a mask, both kinds.
-ISSUE_SLOTS = {"": 450, "HAS_BIAS": 565, "HAS_MASK": 1320}
+# Instructions a step of two key tiles: what Triton 3.6 and 3.9 give, + 5 %; where there are two kinds of them, both.
+ISSUE_SLOTS = {"": 450, "HAS_TABLE": 1100, "HAS_BIAS": 565, "HAS_MASK": 1320}
 
 
 def test_the_hopper_kernel_keeps_its_schedule():
@@ -57,10 +57,11 @@ def test_the_hopper_kernel_keeps_its_schedule():
     rows = rows_of("aot_sparse_hopper.py")
     assert len(rows) >= 4
     for row in rows:
-        kind = next((flag for flag in ("HAS_BIAS", "HAS_MASK") if flag in row["variant"]), "")
+        kind = next((flag for flag in ("HAS_TABLE", "HAS_BIAS", "HAS_MASK") if flag in row["variant"]), "")
         assert row["instructions"] == ["HGMMA", "IGMMA", "USETMAXREG", "UTMALDG"], row
         assert row["shared"] <= 232_448, row
-        if kind != "HAS_MASK":  # which has two kinds of steps, and holds a tile of the mask in registers
-            assert row["under_product"] >= 0.9, row
+        if kind != "HAS_MASK":  # which holds a tile of the mask in registers
             assert row["spills"] <= SOME, row
+        if kind in ("", "HAS_BIAS"):
+            assert row["under_product"] >= 0.9, row
         assert row["loops"][0] <= ISSUE_SLOTS[kind], row

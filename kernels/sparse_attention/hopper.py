@@ -110,7 +110,7 @@ def _producer(
 
 @gluon.constexpr_function
 def _by_words():
-    """Layout of a step's mask as words of two keys, [64, 2, 32], in which a thread loads four words of a row at once."""
+    """Layout of a step's mask as words of two keys, [64, 2, 32]: a thread loads four words of a row at once."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 16], [0, 1, 0], [8, 0, 0]],
         lane_bases=[[0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -133,7 +133,7 @@ def _read_mask(MASK, rows, tile, tile2, M, N, s_mq):
     L: gl.constexpr = _by_words()
     row = gl.convert_layout(gl.minimum(rows, M - 1).to(gl.int64) * s_mq, gl.SliceLayout(1, gl.SliceLayout(2, L)))
     n = _words_of(tile, tile2, L)
-    # Rows start with whole 16 bytes (configs.in_words); Triton forgets on the way into a warpgroup what it knew of that.
+    # Rows start with whole 16 bytes (configs.in_words); what Triton knew of that is lost on the way into a warpgroup.
     at = gl.multiple_of(gl.max_contiguous(MASK + gl.expand_dims(gl.expand_dims(row, 1), 2) + n, [1, 1, 4]), [1, 1, 16])
     if gl.maximum(tile, tile2) * 64 + 64 <= N:
         words = gl.load(at)
@@ -288,10 +288,10 @@ def _step(
 
 @gluon.jit
 def _attend(
-    q, q_scale, rows, SINK, MASK, OFFSETS, TILES, M, N, s_mq, steps, shared, both, alone,
+    q, q_scale, rows, SINK, MASK, OFFSETS, TILES, M, N, s_mq, steps, shared, both, alone, biased,
     k_s, v_s, scale_s, bias_s, full, empty,
     GROUP: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_MASK: gl.constexpr, KIND: gl.constexpr, ONLINE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_TABLE: gl.constexpr, HAS_MASK: gl.constexpr, KIND: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
     """Walk this warpgroup's slots: P @ V [BM, D] before division, row sums [BM] and row maxima [BM]."""
     STAGES: gl.constexpr = full.type.shape[0]
@@ -334,6 +334,19 @@ def _attend(
                     SINK, MASK, M, N, s_mq, k_s, v_s, scale_s, bias_s, full, empty,
                     S, T, P, BM, BN, D, HAS_BIAS, False, KIND, ONLINE,
                 )  # fmt: skip
+        elif HAS_TABLE:
+            if t < biased:
+                acc, weights, total, top = _step(
+                    t, position, shared, both, acc, weights, total, top, q, q_scale, rows, offset, offset2, tile, tile2,
+                    SINK, MASK, M, N, s_mq, k_s, v_s, scale_s, bias_s, full, empty,
+                    S, T, P, BM, BN, D, True, False, KIND, ONLINE,
+                )  # fmt: skip
+            else:
+                acc, weights, total, top = _step(
+                    t, position, shared, both, acc, weights, total, top, q, q_scale, rows, offset, offset2, tile, tile2,
+                    SINK, MASK, M, N, s_mq, k_s, v_s, scale_s, bias_s, full, empty,
+                    S, T, P, BM, BN, D, False, False, KIND, ONLINE,
+                )  # fmt: skip
         else:
             acc, weights, total, top = _step(
                 t, position, shared, both, acc, weights, total, top, q, q_scale, rows, offset, offset2, tile, tile2,
@@ -355,8 +368,8 @@ def _consumer(
     Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, MASK, OFFSETS, TILES, COUNTS, FLOOR, q_s, k_s, v_s, scale_s, bias_s,
     q_full, full, empty, start, stop, first, kv_head, k_tiles, M, N, width, s_om, s_lm, s_mq, limit,
     GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_MASK: gl.constexpr, HAS_FLOOR: gl.constexpr, KIND: gl.constexpr,
-    HAS_LSE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_TABLE: gl.constexpr, HAS_MASK: gl.constexpr, HAS_FLOOR: gl.constexpr,
+    KIND: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: BM query rows of one head."""
     S: gl.constexpr = _accumulator(BN, 8)
@@ -375,6 +388,9 @@ def _consumer(
     both = gl.minimum(slots, gl.load(COUNTS + 2 - GROUP))
     steps = shared + slots - 1
     alone = gl.where(gl.load(COUNTS + 3 + GROUP) != 0, steps - 1, -1)
+    biased = 0
+    if HAS_TABLE:
+        biased = gl.load(COUNTS + 5)
     mbarrier.wait(q_full.index(GROUP), 0)
     q8 = q_s.index(GROUP).reshape([BM, D])
     q = q8.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=4))
@@ -390,9 +406,9 @@ def _consumer(
     else:
         if bound <= limit:
             acc, total, top = _attend(
-                q, q_scale, rows, LSE, MASK, OFFSETS, TILES, M, N, s_mq, steps, shared, both, alone,
+                q, q_scale, rows, LSE, MASK, OFFSETS, TILES, M, N, s_mq, steps, shared, both, alone, biased,
                 k_s, v_s, scale_s, bias_s, full, empty,
-                GROUP, S, ACC, BM, BN, D, HAS_BIAS, HAS_MASK, KIND, False,
+                GROUP, S, ACC, BM, BN, D, HAS_BIAS, HAS_TABLE, HAS_MASK, KIND, False,
             )  # fmt: skip
             _write(
                 acc, total, top, rows, OUT, LSE, LSE_TERM + first, anchor, keep, stop, s_om, s_lm,
@@ -400,9 +416,9 @@ def _consumer(
             )  # fmt: skip
         else:
             acc, total, top = _attend(
-                q, q_scale, rows, LSE, MASK, OFFSETS, TILES, M, N, s_mq, steps, shared, both, alone,
+                q, q_scale, rows, LSE, MASK, OFFSETS, TILES, M, N, s_mq, steps, shared, both, alone, biased,
                 k_s, v_s, scale_s, bias_s, full, empty,
-                GROUP, S, ACC, BM, BN, D, HAS_BIAS, HAS_MASK, KIND, True,
+                GROUP, S, ACC, BM, BN, D, HAS_BIAS, HAS_TABLE, HAS_MASK, KIND, True,
             )  # fmt: skip
             _write(
                 acc, total, top, rows, OUT, LSE, LSE_TERM + first, anchor, keep, stop, s_om, s_lm,
@@ -479,11 +495,11 @@ def _attention(
         (_consumer, (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, MASK, OFFSETS, TILES, COUNTS, FLOOR,
                      q_s, k_wide, v_wide, scale_wide, bias_wide, q_full, full, empty,
                      start, stop, first, kv_head, k_tiles, M, N, width, s_om, s_lm, s_mq, limit,
-                     0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_MASK, HAS_FLOOR, KIND, HAS_LSE)),
+                     0, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_TABLE, HAS_MASK, HAS_FLOOR, KIND, HAS_LSE)),
         (_consumer, (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, OUT, LSE, MASK, OFFSETS, TILES, COUNTS, FLOOR,
                      q_s, k_wide, v_wide, scale_wide, bias_wide, q_full, full, empty,
                      start, stop, first, kv_head, k_tiles, M, N, width, s_om, s_lm, s_mq, limit,
-                     1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_MASK, HAS_FLOOR, KIND, HAS_LSE)),
+                     1, BM, BN, D, HEAD_DIM, HAS_BIAS, HAS_TABLE, HAS_MASK, HAS_FLOOR, KIND, HAS_LSE)),
         (_producer, (q_desc, k_desc, v_desc, scale_desc, bias_desc, q_s, k_s, v_s, scale_s, bias_s, q_full, full, empty,
                      TILES, BIAS_ROWS, start, head, b, h_kv, kv_head, k_tiles, bias_row * table_rows, slots,
                      BM, D, HAS_BIAS, HAS_TABLE)),

@@ -33,8 +33,8 @@ class Lists(NamedTuple):
     the scores of an entry (log2; NaN: read the mask); bias_rows int32 [L, W] or None, row of the bias table.
     Hopper (`paired`): tiles int32 [L, W, 4], for each slot of the ring the two key tiles whose keys it brings and the
     two whose values (-1: none); counts int32 [L, 8]: slots that both warpgroups use, slots of either alone, whether the
-    last step of either has one tile only; offsets float32 [L, 2, W, 2], by warpgroup, step and half of the step;
-    bias_rows int32 [L, W, 2].
+    last step of either has one tile only, and with bias_rows how many steps at the beginning need them;
+    offsets float32 [L, 2, W, 2], by warpgroup, step and half of the step; bias_rows int32 [L, W, 2].
     floor: float32 [L] or [L, 2]: each row of the tile has a key whose bias (log2) is at least this; or None for 0.
     blocks: int32 [n, 3] or None: first row, end and list of each block of query rows; None: the query's tiles in order.
     step_b, step_h: lists from one batch, one head to the next.
@@ -195,13 +195,13 @@ def _make_pairs(
         tl.store(LEAST + row * 2, floor_a)
         tl.store(LEAST + row * 2 + 1, floor_b)
     two = tl.arange(0, 2)
-    none = tl.full([2], -1, tl.int32)  # slots_a and slots_b are 0 or at least 2
+    none = tl.full([2], -1, tl.int32)
     start_a = _position(0, 0, shared, both)
     start_b = _position(1, 0, shared, both)
-    tl.store(TILES + _position(0, slots_a - 1, shared, both) * 4 + two, none, mask=two < slots_a)
-    tl.store(TILES + _position(1, slots_b - 1, shared, both) * 4 + two, none, mask=two < slots_b)
-    tl.store(TILES + tl.where(shared > 0, 0, start_a) * 4 + 2 + two, none, mask=two < slots_a)
-    tl.store(TILES + tl.where(shared > 0, 0, start_b) * 4 + 2 + two, none, mask=two < slots_b)
+    tl.store(TILES + _position(0, slots_a - 1, shared, both) * 4 + two, none, mask=two < 2 * slots_a)
+    tl.store(TILES + _position(1, slots_b - 1, shared, both) * 4 + two, none, mask=two < 2 * slots_b)
+    tl.store(TILES + tl.where(shared > 0, 0, start_a) * 4 + 2 + two, none, mask=two < 2 * slots_a)
+    tl.store(TILES + tl.where(shared > 0, 0, start_b) * 4 + 2 + two, none, mask=two < 2 * slots_b)
     alone_a = tl.where(own_a % 2 == 1, own_a - 1, -1)
     alone_b = tl.where(own_b % 2 == 1, own_b - 1, -1)
     seen = tl.full([], 0, tl.int32)

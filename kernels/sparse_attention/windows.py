@@ -76,7 +76,8 @@ def plan(
         rows += int(own.sum())
         tables.append(biases[own])
         tiles_of += tiles[own].tolist()
-        entries.append((tiles, at, biases.max().item()))
+        order = (at == 0).to(torch.int8).argsort(stable=True)  # what needs the table comes first
+        entries.append((tiles[order], at[order], biases.max().item()))
     entries.append((torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), 0.0))
     blocks = _blocks(parsed, q_len, 2 * TILE if paired else TILE)
     lists = _lists(entries, torch.tensor(blocks, dtype=torch.int32), paired)
@@ -142,7 +143,7 @@ def _lists(entries: list[tuple[torch.Tensor, torch.Tensor, float]], blocks: torc
         n = int(slots[i])
         if n == 0:
             continue
-        odd = len(at) % 2  # the second half of the last slot: the same tile again, behind the row of -inf
+        odd = len(at) % 2  # the second half of the last slot is the same tile again, and left out
         two = torch.cat([its_tiles, its_tiles[len(at) - odd :][:odd]]).view(n, 2)
         bias_rows[i, :n] = torch.cat([at, torch.ones(odd, dtype=torch.int64)]).view(n, 2)
         tiles[i, :n, :2] = two
@@ -151,6 +152,8 @@ def _lists(entries: list[tuple[torch.Tensor, torch.Tensor, float]], blocks: torc
     counted = torch.zeros(len(entries), 8, dtype=torch.int32)
     counted[:, 0] = slots
     counted[:, 1:3] = (slots > 0)[:, None]
+    counted[:, 3:5] = (counts % 2)[:, None]
+    counted[:, 5] = torch.tensor([(int((at != 0).sum()) + 1) // 2 for _, at, _ in entries])
     floor = torch.tensor([[top, top] for _, _, top in entries])
     return Lists(tiles, counted, None, bias_rows, floor, blocks, 0, 0, True)
 
