@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..int8_attention.limits import interpreting
+
 TILE = 64  # rows of a query tile and keys of a key tile
 BLOCK = 1024  # key tiles that a step of the kernels below looks at: as many as fit the registers
 
@@ -56,6 +58,21 @@ NEGLIGIBLE = -11818.0
 _NEGLIGIBLE = tl.constexpr(NEGLIGIBLE)
 
 
+# The interpreter of Triton before 3.4 answers a scan with a tuple.
+_NO_SCAN = tl.constexpr(interpreting() and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4))
+
+
+@triton.jit
+def _before(one, BLOCK: tl.constexpr):
+    """How many of the ones in one [BLOCK] come before each."""
+    if _NO_SCAN:
+        i = tl.arange(0, BLOCK)
+        count = tl.sum(tl.where(i[None, :] < i[:, None], one[None, :], 0), 1)
+    else:
+        count = tl.cumsum(one, 0) - one
+    return count
+
+
 @triton.jit
 def _entry(KEEP, LOW, HIGH, TOP, floor, t, inside, s_k, FROM_MASK: tl.constexpr, HAS_TOP: tl.constexpr):
     """Whether key tiles `t` are visited, the offset of their scores and the largest bias in them (log2)."""
@@ -64,7 +81,8 @@ def _entry(KEEP, LOW, HIGH, TOP, floor, t, inside, s_k, FROM_MASK: tl.constexpr,
     if FROM_MASK:
         low = tl.load(LOW + t, mask=inside, other=0.0)
         high = tl.load(HIGH + t, mask=inside, other=float("-inf"))
-        visited = inside & (high != float("-inf")) & ~(high < floor + _NEGLIGIBLE)
+        negligible = (high < floor + _NEGLIGIBLE).to(tl.int32)  # not ">=": NaN is visited
+        visited = inside & (high != float("-inf")) & (negligible == 0)
         offset = tl.where(low == high, high, float("nan"))
     else:
         visited = inside & (tl.load(KEEP + t.to(tl.int64) * s_k, mask=inside, other=0) != 0)
@@ -97,7 +115,7 @@ def _make_lists(
         t = start + tl.arange(0, BLOCK)
         visited, offset, top = _entry(KEEP, LOW, HIGH, TOP, floor, t, t < nk, s_k, FROM_MASK, HAS_TOP)
         one = visited.to(tl.int32)
-        place = row * nk + count + tl.cumsum(one, 0) - one
+        place = row * nk + count + _before(one, BLOCK)
         tl.store(TILES + place, t, mask=visited)
         if FROM_MASK:
             tl.store(OFFSETS + place, offset, mask=visited)
@@ -172,9 +190,10 @@ def _make_pairs(
             KEEP + step * s_q, LOW + step * nk, HIGH + step * nk, TOP, floor_b, t, t < nk_b, s_k,
             FROM_MASK, HAS_TOP,
         )  # fmt: skip
-        common += tl.sum((a & c).to(tl.int32), 0)
-        own_a += tl.sum((a & ~c).to(tl.int32), 0)
-        own_b += tl.sum((c & ~a).to(tl.int32), 0)
+        both_see = (a & c).to(tl.int32)
+        common += tl.sum(both_see, 0)
+        own_a += tl.sum(a.to(tl.int32) - both_see, 0)
+        own_b += tl.sum(c.to(tl.int32) - both_see, 0)
         least_a = tl.maximum(least_a, tl.max(tl.where(a, top, float("-inf")), 0))
         least_b = tl.maximum(least_b, tl.max(tl.where(c, top, float("-inf")), 0))
     shared = common // 2
@@ -215,7 +234,7 @@ def _make_pairs(
             FROM_MASK, HAS_TOP,
         )  # fmt: skip
         one = (a & c).to(tl.int32)
-        rank = seen + tl.cumsum(one, 0) - one
+        rank = seen + _before(one, BLOCK)
         paired = a & c & (rank < shared * 2)
         j = rank // 2
         half = rank % 2
@@ -226,12 +245,12 @@ def _make_pairs(
         if FROM_MASK:
             tl.store(OFFSETS + j * 2 + half, offset_a, mask=paired)
             tl.store(OFFSETS + (width + j) * 2 + half, offset_b, mask=paired)
-        only_a = a & ~paired
-        only_b = c & ~paired
-        one_a = only_a.to(tl.int32)
-        one_b = only_b.to(tl.int32)
-        rank_a = seen_a + tl.cumsum(one_a, 0) - one_a
-        rank_b = seen_b + tl.cumsum(one_b, 0) - one_b
+        one_a = a.to(tl.int32) - paired.to(tl.int32)
+        one_b = c.to(tl.int32) - paired.to(tl.int32)
+        only_a = one_a != 0
+        only_b = one_b != 0
+        rank_a = seen_a + _before(one_a, BLOCK)
+        rank_b = seen_b + _before(one_b, BLOCK)
         _place(TILES, OFFSETS, 0, rank_a, t, offset_a, only_a, alone_a, shared, both, width, FROM_MASK)
         _place(TILES, OFFSETS, 1, rank_b, t, offset_b, only_b, alone_b, shared, both, width, FROM_MASK)
         seen += tl.sum(one, 0)

@@ -61,8 +61,8 @@ def _summarise(
         tl.store(LOW + line + tile, low, mask=tile < nk)
         tl.store(HIGH + line + tile, high, mask=tile < nk)
         # Programs of other query tiles store the same 1 here.
-        unseen = (tl.max(largest, 0) == float("-inf")) & (tl.max((y != y).to(tl.int32), 0) == 0)
-        tl.store(SEEN + row * N + n, 1, mask=(n < N) & ~unseen)
+        some = (tl.max(largest, 0) != float("-inf")) | (tl.max((y != y).to(tl.int32), 0) != 0)
+        tl.store(SEEN + row * N + n, 1, mask=(n < N) & some)
         peak = tl.maximum(peak, tl.max(tl.where(inside & (y != y), float("inf"), largest), 1))
     tl.store(PEAK + (row * tl.num_programs(1) + part) * tl.num_programs(0) * TILE + m, peak)
 
