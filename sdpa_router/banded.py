@@ -117,9 +117,9 @@ def banded_attention(
     >>> out = banded_attention(q, k, v, windows)
     """
     call = Call(query, key, value, bias, 0.0, False, scale, True)
-    codes = [reason.code.value for reason in kernel_against(call, "auto")]
+    codes = [reason.code.value for reason in kernel_against(call, "auto", "auto")]
     if codes:
-        refuse(codes, decide_kernel, call, "auto")
+        refuse(codes, decide_kernel, call, "auto", "auto")
     if not isinstance(floor, float) or not 0 < floor <= 1:
         raise ValueError(f"floor is {floor!r}; accepted: a weight over 0 and up to 1.0")
     numbers = flatten(windows, query.shape[2], key.shape[2])

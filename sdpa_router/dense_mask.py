@@ -66,16 +66,16 @@ def dense_mask_attention(
     if treat_as not in TREAT_AS:
         raise ValueError(f"treat_as is {treat_as!r}; accepted: {' or '.join(TREAT_AS)}")
     call = Call(query, key, value, attn_mask, 0.0, False, scale, True)
-    reasons = [reason for reason in kernel_against(call, "auto") if reason.code is not Code.FULL_MASK]
+    reasons = [reason for reason in kernel_against(call, "auto", "auto") if reason.code is not Code.FULL_MASK]
     if reasons:
-        raise UnsupportedError(Decision(Route.SDPA, decide_kernel(call, "auto").mask, tuple(reasons)))
+        raise UnsupportedError(Decision(Route.SDPA, decide_kernel(call, "auto", "auto").mask, tuple(reasons)))
     batch, heads, q_len, _ = query.shape
     info = classify_mask(attn_mask, batch, heads, q_len, key.shape[2])
     if info.kind is MaskKind.NONE:
         reason = Reason(Code.INVALID_MASK, None, (batch, heads, q_len, key.shape[2]))
         raise UnsupportedError(Decision(Route.SDPA, info, (reason,)))
     if info.kind is MaskKind.PER_KEY:
-        answer = run.int8(query, key, value, attn_mask, False, scale, "auto", return_lse=return_lse)
+        answer = run.int8(query, key, value, attn_mask, False, scale, "auto", "auto", return_lse=return_lse)
     elif treat_as == "key":
         answer = _by_key(query, key, value, full_view(attn_mask), scale, return_lse)
     else:
@@ -96,6 +96,6 @@ def _by_key(
         keys, rows = mask.any(2, keepdim=True), mask.any(3)
     else:
         keys, rows = mask.amax(2, keepdim=True), mask.amax(3) != -torch.inf
-    out, lse = run.int8(query, key, value, key_view(keys), False, scale, "auto", return_lse=return_lse)
+    out, lse = run.int8(query, key, value, key_view(keys), False, scale, "auto", "auto", return_lse=return_lse)
     out.masked_fill_(~rows[..., None], 0)
     return out, lse.masked_fill_(~rows, -torch.inf) if return_lse else lse

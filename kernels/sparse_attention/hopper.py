@@ -14,7 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ..int8_attention.configs import Config, padded_head_dim
-from ..int8_attention.hopper import BOUND, _accumulator, _bound, _describe, _load, _scores, _write
+from ..int8_attention.hopper import BOUND, _describe
+from ..int8_attention.hopper_parts import _accumulator, _bound, _scores, _write
+from ..int8_attention.hopper_ring import _load
 from ..int8_attention.quantize import Quantized
 from .configs import WORDS
 from .forward import mask_strides, table_strides

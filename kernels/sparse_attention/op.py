@@ -69,6 +69,14 @@ def _seen(seen: torch.Tensor, attn_mask: torch.Tensor | None) -> torch.Tensor:
     return seen & attn_mask if attn_mask.dtype == torch.bool else torch.where(seen, attn_mask, -math.inf)
 
 
+def _forget_unseen(key_norm: torch.Tensor, seen: torch.Tensor) -> None:
+    """Let tiles of keys that no query sees, `seen` [1 or B, 1 or H, nk], have no norm: key_norm [B, Hkv, nk]."""
+    kv_heads = key_norm.shape[1]
+    if seen.shape[1] not in (1, kv_heads):
+        seen = seen.unflatten(1, (kv_heads, -1)).any(2)
+    key_norm.masked_fill_(~seen, 0.0)
+
+
 def _block_sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -83,9 +91,13 @@ def _block_sparse_attention(
         from .lists import TILE, Tiles, make_lists, seen_keys, tile_tops
 
         seen = seen_keys(tile_mask, key.shape[2])
-        quantized = quantize(query, key, _seen(seen, attn_mask), _scale(query, scale), config, lse=return_lse)
-        # Without a mask of the user's, the bias is needed for the padding of a last tile only.
-        bias = quantized.bias if attn_mask is not None or key.shape[2] % TILE else None
+        # Without a mask of the user's, a bias is needed for the padding of a last tile only.
+        biased = attn_mask is not None or key.shape[2] % TILE != 0
+        mask = _seen(seen, attn_mask)
+        quantized = quantize(query, key, mask, _scale(query, scale), config, lse=return_lse, as_bias=biased)
+        bias = quantized.bias
+        if bias is None and quantized.key_norm is not None:
+            _forget_unseen(quantized.key_norm, seen[:, :, 0, ::TILE])
         lists = make_lists(Tiles(tile_mask), None if bias is None else tile_tops(bias), paired=config.gluon)
         return quantized, lists, None if bias is None else bias.view(*bias.shape[:2], -1, TILE)
 
