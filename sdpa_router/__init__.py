@@ -3,11 +3,15 @@
 from .api import explain, int8_attention, is_available, scaled_dot_product_attention
 from .audit import Audit, audit
 from .backends.base import Backend, BackendLimits, register_backend, unregister_backend
+from .banded import KeyRange, Window, banded_attention, video_windows
+from .block_sparse import block_sparse_attention, sparse_sm89_attention
 from .context import disable, enable, route
 from .decide import Call
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route, UnsupportedError
+from .dense_mask import dense_mask_attention
 from .linear_qk import QuantizedSide, int8_linear_qk, join_qk
 from .mask import classify_mask
+from .mask_picture import plot_mask
 from .merge import merge_attention
 from .qk import QuantizedQK
 from .quantized import quantize_qk
@@ -24,6 +28,7 @@ __all__ = [
     "Call",
     "Code",
     "Decision",
+    "KeyRange",
     "MaskInfo",
     "MaskKind",
     "QuantizedQK",
@@ -32,8 +37,12 @@ __all__ = [
     "Route",
     "Settings",
     "UnsupportedError",
+    "Window",
     "audit",
+    "banded_attention",
+    "block_sparse_attention",
     "classify_mask",
+    "dense_mask_attention",
     "disable",
     "enable",
     "explain",
@@ -42,6 +51,7 @@ __all__ = [
     "is_available",
     "join_qk",
     "merge_attention",
+    "plot_mask",
     "quantize_qk",
     "record",
     "register_backend",
@@ -49,6 +59,8 @@ __all__ = [
     "rms_rope_quantize",
     "route",
     "scaled_dot_product_attention",
+    "sparse_sm89_attention",
     "stats",
     "unregister_backend",
+    "video_windows",
 ]

@@ -11,6 +11,7 @@ from . import (
     run,
 )
 from .buffers import check_buffer, check_memory
+from .by_tile import counts_of, refine, worth_a_look
 from .choose import choose
 from .decide import Call, decide_kernel, kernel_against
 from .decision import Decision
@@ -213,7 +214,9 @@ def explain(
     int8 (mask: per key, float32 [1, 1, 1, 33600])
     """
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return choose(call, settings_of(active_name()))
+    decision = choose(call, settings_of(active_name()))
+    counts = counts_of(call, False)[0] if worth_a_look(decision, call) else None
+    return decision if counts is None else refine(decision, call, counts)
 
 
 def is_available(device: torch.device | str | int | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""The command `sdpa-router`: info, explain, check, tune, report, demo, comfyui-node.
+"""The command `sdpa-router`: info, explain, check, tune, report, demo, mask, comfyui-node.
 
 Exit 0: all well, 1: a check failed, 2: bad arguments.
 """
@@ -59,7 +59,7 @@ def _parser() -> _Parser:
         prog="sdpa-router", description="Route scaled_dot_product_attention to int8 kernels, or say why not."
     )
     parser.add_argument("--version", action="version", version=f"sdpa-router {__version__}")
-    commands = parser.add_subparsers(metavar="info|explain|check|tune|report|demo|comfyui-node", required=True)
+    commands = parser.add_subparsers(metavar="info|explain|check|tune|report|demo|mask|comfyui-node", required=True)
 
     info = commands.add_parser("info", help="versions, GPUs, what works here, who patched SDPA")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -99,6 +99,14 @@ def _parser() -> _Parser:
         "--plot", type=_new_picture, metavar="FILE.png", help="draw mask, errors and times (extra `plot`)"
     )
     demo.set_defaults(run=_demo, parser=demo)
+
+    mask = commands.add_parser("mask", help="what the 64x64 tiles of a saved mask hold, and what they cost")
+    mask.add_argument("file", type=Path, metavar="FILE.pt", help="a tensor [.., Q, K] written by torch.save")
+    mask.add_argument("--plot", type=_new_picture, metavar="FILE.png", help="draw the tiles (extra `plot`)")
+    mask.add_argument("--heads", type=int, default=1, help="heads times batch of the attention (default: 1)")
+    mask.add_argument("--head-dim", type=int, default=128, help="its head_dim (default: 128)")
+    mask.add_argument("--tiles", action="store_true", help="the tensor is a bool mask of tiles already")
+    mask.set_defaults(run=_mask, parser=mask)
 
     node = commands.add_parser("comfyui-node", help="write the ComfyUI node `SDPA Router` into a new folder")
     node.add_argument("folder", type=Path, metavar="DIR", help="such as ComfyUI/custom_nodes/sdpa_router")
@@ -270,6 +278,31 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     with tables:
         return run_demo(device, arguments.json, arguments.plot)
+
+
+def _mask(arguments: argparse.Namespace) -> int:
+    error = arguments.parser.error
+    if arguments.plot and not importlib.util.find_spec("matplotlib"):
+        error('--plot needs matplotlib: pip install -e ".[plot]"')
+    if not arguments.file.is_file():
+        error(f"given {str(arguments.file)!r}, accepted: a file that exists")
+    if arguments.heads < 1 or not 1 <= arguments.head_dim <= 256:
+        error(f"given --heads {arguments.heads} --head-dim {arguments.head_dim}, accepted: from 1, and 1 to 256")
+    from sdpa_router import mask_picture
+
+    try:
+        given = mask_picture.load(arguments.file)
+        kinds, _ = mask_picture.tile_kinds(given, tiles=arguments.tiles)
+    except ValueError as problem:
+        error(str(problem))
+    counts = mask_picture.count(kinds)
+    print("\n".join([str(counts), *mask_picture.describe(counts, arguments.heads, arguments.head_dim)]))
+    if arguments.plot:
+        mask_picture.plot_mask(
+            given, arguments.plot, heads=arguments.heads, head_dim=arguments.head_dim, tiles=arguments.tiles
+        )
+        print(f"wrote {arguments.plot}")
+    return 0
 
 
 def _comfyui_node(arguments: argparse.Namespace) -> int:

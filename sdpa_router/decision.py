@@ -158,6 +158,11 @@ class Code(_Text):
         "the mask {given} has a row for each query; the kernel takes {accepted}",
         "If all rows are equal, pass one: `mask[..., :1, :]`.",
     )
+    TILES = (
+        "tiles",
+        "the mask has {given}; by tile it pays {accepted}",
+        "None: torch is faster with this mask.",
+    )
     INVALID_MASK = (
         "invalid_mask",
         "the mask is {given}; SDPA takes {accepted}",
@@ -265,6 +270,26 @@ class Code(_Text):
     )
 
 
+class TileCounts(NamedTuple):
+    """Tiles of 64 queries and 64 keys of a mask: nothing added, one number added, to be read, and not to be visited."""
+
+    kept: int
+    constant: int
+    mixed: int
+    skipped: int
+
+    @property
+    def total(self) -> int:
+        """Number of tiles."""
+        return sum(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total} tiles: {self.kept} kept, {self.constant} of one number, {self.mixed} read, "
+            f"{self.skipped} skipped"
+        )
+
+
 class Reason(NamedTuple):
     """Why a backend does not answer a call, or a note about how torch was called.
 
@@ -289,7 +314,7 @@ class MaskInfo:
     """What the metadata of a mask says.
 
     why: one sentence for the kind.  per_batch, per_head: whether the mask varies along these axes.
-    is_bool: True keeps a key; otherwise the mask is added.
+    is_bool: True keeps a key; otherwise the mask is added.  tiles: of a full mask that is answered by tile.
     """
 
     kind: MaskKind
@@ -299,10 +324,12 @@ class MaskInfo:
     is_bool: bool = False
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
+    tiles: TileCounts | None = None
 
     def __str__(self) -> str:
         name = self.kind.value.replace("_", " ")
-        return name if self.dtype is None else f"{name}, {show(self.dtype)} {show(self.shape)}"
+        text = name if self.dtype is None else f"{name}, {show(self.dtype)} {show(self.shape)}"
+        return text if self.tiles is None else f"{text}, {self.tiles}"
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ from torch.utils._device import DeviceContext
 
 from . import run
 from .backends.base import BackendLimits, find_backend
+from .by_tile import PATIENCE, counts_of, refine
 from .choose import choose
 from .decide import Call, call_against, decide, mask_cast_note, needs_mask_cast, reasons_against
 from .decision import Code, Decision, MaskKind, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
+from .mask_summary import full_view, summarised
 from .recent import latest, remember, with_key_of_size
 from .record import Sighting, known, logger, plain_number, sight
 from .settings import settings_of, skipping, skips
@@ -162,7 +164,13 @@ def _answer(
         sighting.tick()
         settings = sighting.settings
         return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv, settings.precision)[0]
-    return _ask(sighting, attention, Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if sighting.summaries is not None and attn_mask is not None:
+        sighting = _by_its_tiles(sighting, call)
+        if sighting.decision.routed:
+            sighting.tick()
+            return run.by_tile(query, key, value, full_view(attn_mask), summarised(attn_mask).summary, scale, False)[0]
+    return _ask(sighting, attention, call)
 
 
 def _ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tensor:
@@ -212,6 +220,18 @@ def _attach(error: Exception, decision: Decision) -> None:
     error.decision = decision  # type: ignore[attr-defined]
     notes = getattr(error, "__notes__", [])
     error.__notes__ = [*notes, f"sdpa_router chose {decision}"]  # type: ignore[attr-defined]
+
+
+def _by_its_tiles(sighting: Sighting, call: Call) -> Sighting:
+    """Sighting of a call with a dense mask whose tiles decide; the given one if they are not known."""
+    patience = sighting.summaries or 0
+    counts, met_before = counts_of(call, patience > 0)
+    if counts is None:
+        return sighting
+    # A mask that is met again gives back what a new one took.
+    sighting.summaries = min(PATIENCE, patience + 1) if met_before else patience - 1
+    key = ("tiles", sighting, counts)
+    return _recall(key) or sight(key, call, refine(sighting.decision, call, counts), sighting.settings)
 
 
 def under_foreign_mode() -> bool:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from . import recent
+from .by_tile import PATIENCE, worth_a_look
 from .decide import PLAIN_TYPES, Call
 from .decision import Decision, Reason, Route, show
 from .settings import Settings
@@ -41,7 +42,7 @@ class Sighting:
     """A decision, the call that it was made for (as metadata, in no tensor), and how often it was needed."""
 
     __slots__ = (
-        *("as_given", "decision", "direct", "instead", "number", "phase", "refused", "settings", "tick"),
+        *("as_given", "decision", "direct", "instead", "number", "phase", "refused", "settings", "summaries", "tick"),
         *("_call", "_caller", "_reads", "_ticks", "_time"),
     )
 
@@ -51,13 +52,15 @@ class Sighting:
         self.decision = decision
         self.settings = settings
         refuses = settings.on_unsupported == "raise" and decision.reasons
-        self.as_given = decision.route is Route.SDPA and not (decision.notes or refuses)
         self.direct = decision.routed and settings.on_error == "raise"
         # Where a backend failed or can't answer just now: who answers instead, and the reasons so far by backend.
         self.instead: Sighting | None = None
         self.refused: dict[str, tuple[Reason, ...]] = {}
         self.number = next(_numbers)
         self.phase = "capture" if phase == "eager" and _capturing() else phase
+        # How many masks may still be summarised for calls like this one; None where their tiles don't matter.
+        self.summaries = PATIENCE if phase == "eager" and worth_a_look(decision, call) else None
+        self.as_given = decision.route is Route.SDPA and not (decision.notes or refuses) and self.summaries is None
         self._time = time.time()
         self._caller = caller
         self._call = {name: _metadata(getattr(call, name)) for name in call._fields}

@@ -12,11 +12,15 @@ from .backends.base import Backend
 from .decide import Call
 from .kernels.int8_attention import op as _op  # registers the operators
 from .kernels.int8_attention.configs import describable
+from .kernels.sparse_attention import op as _sparse_op  # noqa: F401 (registers more)
 from .mask import key_view
 from .settings import Settings
 
 if TYPE_CHECKING:
     from .qk import QuantizedQK
+
+if TYPE_CHECKING:
+    from .kernels.sparse_attention.summary import Summary
 
 Attention = Callable[..., torch.Tensor]
 
@@ -132,3 +136,49 @@ def _cast_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     limit = torch.finfo(dtype).max
     clamped = torch.where(compact.isinf(), compact, compact.clamp(-limit, limit))
     return clamped.to(dtype).expand(mask.shape)
+
+
+def block_sparse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tiles: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    scale: float | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) over the key tiles that `tiles` [1 or B, 1 or H, nq, nk] keeps."""
+    number = None if scale is None else float(scale)
+    out, lse = torch.ops.sdpa_router.block_sparse_attention(query, key, value, tiles, key_mask, number, return_lse)
+    return out, lse
+
+
+def banded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    windows: tuple[int, ...],
+    floor: float,
+    key_mask: torch.Tensor | None,
+    scale: float | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of windows in the numbers of kernels.sparse_attention.windows.parse()."""
+    number = None if scale is None else float(scale)
+    out, lse = torch.ops.sdpa_router.banded_attention(query, key, value, windows, floor, key_mask, number, return_lse)
+    return out, lse
+
+
+def by_tile(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    summary: Summary,
+    scale: float | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) under a dense mask [1 or B, 1 or H, Q, K] with its summary; lse is empty unless asked for."""
+    number = None if scale is None else float(scale)
+    out, lse = torch.ops.sdpa_router.tiled_mask_attention(query, key, value, attn_mask, *summary, number, return_lse)
+    return out, lse

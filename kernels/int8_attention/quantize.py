@@ -362,14 +362,17 @@ def quantize(
     *,
     lse: bool,
     per_token: bool = False,
+    as_bias: bool = True,
 ) -> Quantized:
     """Quantise query [B, H, Lq, D] and key [B, Hkv, Lk, D] (fp16 or bf16, contiguous last axis) for `config`.
 
     attn_mask: None or a per-key mask [1 or B, 1 or H, 1, 1 or Lk], bool (True = keep) or floating (added).
     scale: the softmax scale, of any sign.  lse: whether the term that undoes the key shift in the LSE is wanted.
-    per_token: a scale for each key.
+    per_token: a scale for each key.  as_bias: False where attn_mask says only which keys make the shift.
     """
     shifted = _shift(key, attn_mask, config, query.shape[1] // key.shape[1])
+    if not as_bias:
+        shifted = _Shifted(None, None, None, shifted.shift, shifted.rotation, 1)
     k = _empty_key(key, config, per_token, shifted)
     q = _empty_query(query, shifted.shift if lse else None)
     _launch(query, key, q, k, shifted, scale, config, lse=lse, queries=True, keys=True)

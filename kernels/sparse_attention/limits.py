@@ -1,0 +1,33 @@
+"""What a tile of 64 queries and 64 keys costs, and from which share of tiles on a dense mask is worth it: data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class TileCost(NamedTuple):
+    """Nanoseconds a tile at head_dim 128 on the whole GPU: kept, read from a dense mask; and torch's with a dense mask.
+
+    fixed_ms: what a call costs besides, of which lists and quantisation are the most.
+    """
+
+    kept: float
+    read: float
+    torch: float
+    fixed_ms: float
+
+
+# NVIDIA H200, 56 heads of 4096 x 33600 and 24 of 32768 x 32768, bfloat16 (bench/results/sparse.jsonl).
+H200 = TileCost(kept=2.9, read=3.6, torch=5.2, fixed_ms=0.5)
+# Elsewhere nothing was measured: only the proportions are used, and they are cautious ones.
+ELSEWHERE = TileCost(kept=3.5, read=6.0, torch=5.2, fixed_ms=0.5)
+
+
+def estimate_ms(cost: TileCost, kept: int, read: int, head_dim: int) -> float:
+    """Milliseconds of a call that visits so many tiles over all batches and heads."""
+    return cost.fixed_ms + (cost.kept * kept + cost.read * read) * 1e-6 * max(head_dim, 32) / 128
+
+
+def torch_ms(cost: TileCost, tiles: int, head_dim: int) -> float:
+    """Milliseconds of torch's SDPA with a dense mask of so many tiles over all batches and heads."""
+    return cost.torch * tiles * 1e-6 * max(head_dim, 32) / 128

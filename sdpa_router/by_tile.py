@@ -1,0 +1,73 @@
+"""Calls with a dense mask that the router answers by tile, where the mask's tiles say that this is faster.
+
+Deciding reads no value. Which tiles a mask has is found out once for each piece of memory, in eager mode, before the
+call is decided: that launches one pass over the mask and waits for its four counts. Neither happens under torch.compile
+or while a CUDA graph is captured (a graph would keep the tiles of a mask that is written to later), and no more once a
+kind of call has shown a new mask eight times in a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from .decision import Code, Decision, Reason, Route, TileCounts
+from .kernels.sparse_attention.limits import ELSEWHERE, H200, TileCost, estimate_ms, torch_ms
+
+if TYPE_CHECKING:
+    from .decide import Call
+
+PATIENCE = 8  # masks of one kind of call that are summarised without meeting one of them again
+_TILE = 64
+_PAYS = 0.95  # of torch's estimated time
+
+
+def worth_a_look(decision: Decision, call: Call) -> bool:
+    """Whether only the mask's row for each query speaks against the int8 route, and skipping tiles could pay for it."""
+    if len(decision.reasons) != 1 or decision.reasons[0].code is not Code.FULL_MASK:
+        return False
+    batch, heads, q_len, head_dim = call.query.shape
+    tiles = batch * heads * -(-q_len // _TILE) * -(-call.key.shape[2] // _TILE)
+    cost = _cost(call)
+    return cost.fixed_ms < _PAYS * torch_ms(cost, tiles, head_dim)
+
+
+def counts_of(call: Call, may_summarise: bool) -> tuple[TileCounts | None, bool]:
+    """Counts of the tiles of the call's mask if they are known or can be found out now; whether the mask was known."""
+    from .mask_summary import recall, summarised
+
+    mask = call.attn_mask
+    if mask is None or mask.is_inference() or _capturing(mask):
+        return None, False
+    found = recall(mask)
+    if found is None:
+        return (summarised(mask).counts() if may_summarise else None), False
+    return (found.counts() if may_summarise else found.counted), True
+
+
+def refine(decision: Decision, call: Call, counts: TileCounts) -> Decision:
+    """Decide by the tiles of a mask that was all that spoke against the int8 route: a pure function."""
+    mask, (batch, heads, _, head_dim) = call.attn_mask, call.query.shape
+    assert mask is not None
+    rows = 1  # that share the tiles that were counted
+    for axis, size in ((-4, batch), (-3, heads)):
+        varies = mask.dim() >= -axis and mask.shape[axis] > 1 and mask.stride(axis) != 0
+        rows *= 1 if varies else size
+    cost = _cost(call)
+    ours = estimate_ms(cost, rows * (counts.kept + counts.constant), rows * counts.mixed, head_dim)
+    theirs = torch_ms(cost, rows * counts.total, head_dim)
+    if ours < _PAYS * theirs:
+        return Decision(Route.INT8, replace(decision.mask, tiles=counts))
+    accepted = f"where the estimate, {ours:.2f} ms, is under {_PAYS:g} of torch's, {theirs:.2f} ms"
+    return replace(decision, reasons=(Reason(Code.TILES, str(counts), accepted),))
+
+
+def _cost(call: Call) -> TileCost:
+    device = call.query.device
+    return H200 if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) else ELSEWHERE
+
+
+def _capturing(mask: torch.Tensor) -> bool:
+    return mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

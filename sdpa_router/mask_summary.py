@@ -1,0 +1,95 @@
+"""Dense masks by tile: a mask is summarised once, and attention then reads only the tiles that must be read.
+
+A summary belongs to a piece of memory: its storage, offset, shape, strides, dtype and version, so that views made anew
+for each layer share it and a mask that was written to is summarised again. It lives as long as the mask's storage.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .decision import TileCounts
+
+if TYPE_CHECKING:
+    from .kernels.sparse_attention.summary import Summary
+
+_MOST = 64  # masks remembered; the oldest is forgotten first
+
+
+class Summarised:
+    """A mask's summary on its device, and its counts once they were asked for."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        from .kernels.sparse_attention.summary import summarise
+
+        with torch.cuda.device_of(mask):  # Triton launches on the current device
+            self.summary: Summary = summarise(mask)
+        self.storage = StorageWeakRef(mask.untyped_storage())
+        self._counts: TileCounts | None = None
+
+    def counts(self) -> TileCounts:
+        """Count the tiles of each kind; the first time that waits for the device."""
+        if self._counts is None:
+            from .kernels.sparse_attention.summary import count_kinds
+
+            self._counts = TileCounts(*count_kinds(self.summary))
+        return self._counts
+
+    @property
+    def counted(self) -> TileCounts | None:
+        """The counts if they are known already."""
+        return self._counts
+
+
+_known: dict[Hashable, Summarised] = {}
+_lock = threading.Lock()
+
+
+def full_view(mask: torch.Tensor) -> torch.Tensor:
+    """View a mask of rank 2 to 4 as [1 or B, 1 or H, Q, K]."""
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def _identity(mask: torch.Tensor) -> Hashable | None:
+    """What tells a mask's memory and state; None where writes to it leave no trace."""
+    if mask.is_inference():
+        return None  # such tensors count no versions
+    storage: Any = mask.untyped_storage()
+    return (
+        storage._cdata, mask.storage_offset(), tuple(mask.shape), mask.stride(), mask.dtype, mask._version,
+    )  # fmt: skip
+
+
+def recall(mask: torch.Tensor) -> Summarised | None:
+    """Return the summary of `mask` if it was made before and the mask was not written to; nothing is launched."""
+    identity = _identity(mask)
+    found = None if identity is None else _known.get(identity)
+    return None if found is None or found.storage.expired() else found
+
+
+def summarised(mask: torch.Tensor) -> Summarised:
+    """Return the summary of `mask`, [Q, K] with up to two axes in front; one pass over it the first time."""
+    found = recall(mask)
+    if found is not None:
+        return found
+    made = Summarised(full_view(mask))
+    identity = _identity(mask)
+    if identity is not None:
+        with _lock:
+            for old in [key for key, kept in _known.items() if kept.storage.expired()]:
+                del _known[old]
+            while len(_known) >= _MOST:
+                del _known[next(iter(_known))]
+            _known[identity] = made
+    return made
+
+
+def forget() -> None:
+    """Forget all summaries."""
+    with _lock:
+        _known.clear()

@@ -1,0 +1,139 @@
+"""Dense masks through the router: who answers, how often a mask is looked at, and what the decision tells."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sdpa_router
+from sdpa_router import Code, Route, by_tile, mask_summary
+from sdpa_router.kernels.sparse_attention.limits import TileCost
+from sdpa_router.testing import gaussian, relative_error, sdpa_oracle
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CHEAP = TileCost(kept=1.0, read=1.5, torch=2.0, fixed_ms=0.0)  # skipping half of the tiles pays whatever the size
+
+
+@pytest.fixture(autouse=True)
+def _cheap(monkeypatch):
+    monkeypatch.setattr(by_tile, "H200", CHEAP)
+    monkeypatch.setattr(by_tile, "ELSEWHERE", CHEAP)
+    mask_summary.forget()
+    sdpa_router.reset_stats()
+
+
+@pytest.fixture
+def summaries(monkeypatch):
+    """How many masks were summarised, as a list of their shapes."""
+    made, init = [], mask_summary.Summarised.__init__
+
+    def counted(self, mask):
+        made.append(tuple(mask.shape))
+        init(self, mask)
+
+    monkeypatch.setattr(mask_summary.Summarised, "__init__", counted)
+    return made
+
+
+def inputs(q_len=130, kv_len=200):
+    return gaussian(1, 2, q_len, kv_len, 64, device=DEVICE)
+
+
+def banded(q_len=130, kv_len=200):
+    rows, columns = torch.arange(q_len, device=DEVICE)[:, None], torch.arange(kv_len, device=DEVICE)
+    return (rows - columns).abs() < 40
+
+
+def read_everywhere(q_len=130, kv_len=200):
+    return torch.rand(q_len, kv_len, device=DEVICE) < 0.5
+
+
+def routed(*arguments, **settings):
+    with sdpa_router.route(min_kv=0, **settings), torch.no_grad():
+        return F.scaled_dot_product_attention(*arguments)
+
+
+def test_a_banded_mask_is_answered_by_tile_and_looked_at_once(summaries):
+    query, key, value = inputs()
+    mask = banded()
+    for _ in range(3):
+        out = routed(query, key, value, mask.view(1, 1, 130, 200))
+    assert relative_error(out, sdpa_oracle(query, key, value, mask)[0]) < 0.0135
+    assert summaries == [(1, 1, 130, 200)]
+    assert sdpa_router.stats()["routes"]["int8"] == 3
+
+
+def test_a_mask_that_must_be_read_everywhere_goes_to_torch(summaries, monkeypatch):
+    query, key, value = inputs()
+    mask = read_everywhere()
+    monkeypatch.setattr(by_tile, "ELSEWHERE", CHEAP._replace(read=3.0))
+    monkeypatch.setattr(by_tile, "H200", CHEAP._replace(read=3.0))
+    out = routed(query, key, value, mask)
+    assert torch.equal(out, F.scaled_dot_product_attention(query, key, value, mask))
+    assert len(summaries) == 1
+    with sdpa_router.route(min_kv=0), torch.no_grad():
+        decision = sdpa_router.explain(query, key, value, mask)
+    assert [reason.code for reason in decision.reasons] == [Code.TILES]
+    assert "the mask has 12 tiles: 0 kept, 0 of one number, 12 read, 0 skipped" in str(decision)
+
+
+def test_explain_launches_nothing_and_tells_what_is_known(summaries):
+    query, key, value = inputs()
+    mask = banded()
+    with sdpa_router.route(min_kv=0), torch.no_grad():
+        before = sdpa_router.explain(query, key, value, mask)
+        assert [reason.code for reason in before.reasons] == [Code.FULL_MASK]
+        assert summaries == []
+        F.scaled_dot_product_attention(query, key, value, mask)
+        after = sdpa_router.explain(query, key, value, mask)
+    assert after.route is Route.INT8
+    assert after.mask.tiles.total == 12
+    assert str(after) == f"int8 (mask: full, bool [130, 200], {after.mask.tiles})"
+
+
+def test_a_mask_that_is_written_to_is_looked_at_again(summaries):
+    query, key, value = inputs()
+    mask = banded()
+    routed(query, key, value, mask)
+    mask[:, 150:] = True
+    out = routed(query, key, value, mask)
+    assert relative_error(out, sdpa_oracle(query, key, value, mask)[0]) < 0.0135
+    assert len(summaries) == 2
+
+
+def test_masks_that_are_always_new_are_no_longer_looked_at(summaries):
+    query, key, value = inputs()
+    for _ in range(by_tile.PATIENCE + 5):
+        mask = banded()
+        out = routed(query, key, value, mask)
+        assert relative_error(out, sdpa_oracle(query, key, value, mask)[0]) < 0.0135
+    assert len(summaries) == by_tile.PATIENCE
+
+
+def test_additive_float32_masks_and_raise(summaries):
+    query, key, value = inputs()
+    mask = torch.where(banded(), 1.0, -torch.inf)
+    out = routed(query, key, value, mask, on_unsupported="raise")
+    assert relative_error(out, sdpa_oracle(query, key, value, mask)[0]) < 0.0135
+
+
+@pytest.mark.parametrize("why", ["inference", "small", "compiled"])
+def test_where_a_mask_is_not_looked_at(why, summaries, monkeypatch):
+    query, key, value = inputs()
+    mask = banded()
+    if why == "inference":
+        with torch.inference_mode():
+            mask = banded()
+    elif why == "small":
+        dear = CHEAP._replace(fixed_ms=1.0)
+        monkeypatch.setattr(by_tile, "ELSEWHERE", dear)
+        monkeypatch.setattr(by_tile, "H200", dear)
+    if why == "compiled":
+        compiled = torch.compile(sdpa_router.scaled_dot_product_attention, backend="eager", fullgraph=True)
+        with torch.no_grad():
+            out = compiled(query, key, value, mask)
+    else:
+        out = routed(query, key, value, mask)
+    assert torch.equal(out, F.scaled_dot_product_attention(query, key, value, mask))
+    assert summaries == []

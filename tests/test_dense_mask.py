@@ -1,0 +1,173 @@
+"""Dense masks by tile against float64 attention, and what is remembered of a mask."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sdpa_router import UnsupportedError, dense_mask_attention, int8_attention
+from sdpa_router.decision import TileCounts
+from sdpa_router.mask_summary import forget, recall, summarised
+from sdpa_router.testing import gaussian, lse_error, relative_error, sdpa_oracle
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BUDGET = 0.0135  # as in test_kernel_int8.py
+
+
+def make_mask(kind, rows, q_len, kv_len, dtype):
+    """A mask of random tiles: kept, of one number, masked, mixed; with an empty row and an empty column."""
+    nq, nk = -(-q_len // 64), -(-kv_len // 64)
+    shape = (*rows, q_len, kv_len)
+    kinds = torch.randint(0, 4, (*rows, nq, nk)).repeat_interleave(64, 2)[:, :, :q_len]
+    kinds = kinds.repeat_interleave(64, 3)[..., :kv_len]
+    if kind == "bool":
+        mask = (kinds == 0) | (kinds == 1) | ((kinds == 3) & (torch.rand(shape) < 0.5))
+        mask[:, :, q_len // 2] = False
+        mask[..., kv_len // 3] = False
+        return mask.to(DEVICE)
+    number = torch.randn(*rows, nq, nk).repeat_interleave(64, 2)[:, :, :q_len].repeat_interleave(64, 3)[..., :kv_len]
+    mask = torch.where(kinds == 0, 0.0, number.to(dtype).float())
+    mask = torch.where(kinds == 2, -math.inf, mask)
+    mask = torch.where(kinds == 3, 2 * torch.randn(shape), mask)
+    if kind == "lowest":  # as transformers masks
+        mask = torch.where(mask == -math.inf, torch.finfo(dtype).min, mask)
+    else:
+        mask[:, :, q_len // 2] = -math.inf
+    return mask.to(dtype).to(DEVICE)
+
+
+def check(inputs, mask, answer):
+    exact, exact_lse = sdpa_oracle(*inputs, mask, enable_gqa=True)
+    out, lse = answer
+    assert relative_error(out, exact) < BUDGET * (1 if out.numel() > 10_000 else 2)  # a row alone scatters
+    assert lse_error(lse, exact_lse) < (1 if out.numel() > 10_000 else 2) * 0.01
+    empty = exact_lse == -math.inf
+    assert (out[empty] == 0).all()
+    assert (lse[empty] == -math.inf).all()
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+@given(
+    kind=st.sampled_from(["bool", "float", "lowest"]),
+    rows=st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 4)]),
+    expanded=st.booleans(),
+    q_len=st.integers(2, 200),
+    kv_len=st.integers(2, 330),
+    dtype=st.sampled_from([torch.float16, torch.float32]),
+    transposed=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_any_mask(kind, rows, expanded, q_len, kv_len, dtype, transposed, seed):
+    torch.manual_seed(seed)
+    inputs = gaussian(2, 4, q_len, kv_len, 64, kv_heads=2, device=DEVICE, seed=seed)
+    mask = make_mask(kind, rows, q_len, kv_len, dtype)
+    if transposed:
+        mask = mask.transpose(2, 3).contiguous().transpose(2, 3)
+    if expanded:
+        mask = mask.expand(2, 4, -1, -1)
+    if kind == "lowest":
+        exact = sdpa_oracle(*inputs, mask, enable_gqa=True)[0]
+        assert relative_error(dense_mask_attention(*inputs, mask), exact) < BUDGET
+    else:
+        check(inputs, mask, dense_mask_attention(*inputs, mask, return_lse=True))
+
+
+def test_rows_of_the_lowest_number_are_the_mean_of_the_values():
+    inputs = gaussian(1, 2, 130, 200, 64, device=DEVICE)
+    mask = torch.randn(1, 1, 130, 200, device=DEVICE)
+    mask[:, :, 70] = torch.finfo(torch.float32).min
+    out = dense_mask_attention(*inputs, mask)
+    assert relative_error(out[:, :, 70], inputs[2].double().mean(2)) < BUDGET
+
+
+def test_nan_and_infinity_stay_in_their_rows():
+    inputs = gaussian(1, 2, 130, 200, 64, device=DEVICE)
+    mask = torch.randn(1, 1, 130, 200, device=DEVICE)
+    expected = dense_mask_attention(*inputs, mask.clone())
+    mask[:, :, 3, 100] = math.nan
+    mask[:, :, 70, 20] = math.inf
+    out = dense_mask_attention(*inputs, mask)
+    spoilt = torch.zeros(130, dtype=torch.bool, device=DEVICE)
+    spoilt[[3, 70]] = True
+    assert out[:, :, spoilt].isnan().all()
+    assert relative_error(out[:, :, ~spoilt], expected[:, :, ~spoilt]) < BUDGET
+
+
+def test_keys_that_no_query_sees_change_nothing():
+    inputs = gaussian(1, 2, 130, 200, 64, device=DEVICE)
+    mask = torch.rand(1, 1, 130, 200, device=DEVICE) < 0.7
+    mask[..., 90:130] = False
+    before = dense_mask_attention(*inputs, mask)
+    inputs[1][:, :, 90:130] *= 1000
+    inputs[2][:, :, 90:130] = 60000
+    assert torch.equal(before, dense_mask_attention(*inputs, mask))
+
+
+def test_a_mask_of_outer_product():
+    inputs = gaussian(2, 2, 200, 200, 64, device=DEVICE)
+    valid = torch.arange(200, device=DEVICE) < torch.tensor([[150], [64]], device=DEVICE)
+    mask = (valid[:, :, None] & valid[:, None, :])[:, None]
+    check(inputs, mask, dense_mask_attention(*inputs, mask, return_lse=True))
+    check(inputs, mask, dense_mask_attention(*inputs, mask, return_lse=True, treat_as="key"))
+    added = torch.where(mask, 0.5, -math.inf).half()
+    check(inputs, added, dense_mask_attention(*inputs, added, return_lse=True, treat_as="key"))
+    counts = summarised(mask).counts()
+    assert counts == TileCounts(kept=4 + 1, constant=0, mixed=5, skipped=7 + 15)
+
+
+def test_counts_are_of_the_tiles():
+    mask = torch.zeros(128, 256, device=DEVICE)
+    mask[:64, :64] = 3.5
+    mask[:64, 64:128] = -math.inf
+    mask[64:, 200] = 1.0
+    mask[64:, :64] = torch.finfo(torch.float32).min  # nothing beside the zeros of its rows
+    counts = summarised(mask).counts()
+    assert counts == TileCounts(kept=4, constant=1, mixed=1, skipped=2)
+    assert str(counts) == "8 tiles: 4 kept, 1 of one number, 1 read, 2 skipped"
+
+
+def test_a_summary_is_made_once_for_a_mask_and_again_when_it_changes():
+    forget()
+    mask = torch.zeros(1, 1, 128, 128, dtype=torch.bool, device=DEVICE)
+    first = summarised(mask)
+    assert summarised(mask) is first
+    assert summarised(mask.view(1, 1, 128, 128)) is first
+    assert recall(mask[..., :64]) is None
+    inputs = gaussian(1, 1, 128, 128, 64, device=DEVICE)
+    assert (dense_mask_attention(*inputs, mask) == 0).all()
+    mask[..., 5] = True
+    assert recall(mask) is None
+    exact = sdpa_oracle(*inputs, mask)[0]
+    assert relative_error(dense_mask_attention(*inputs, mask), exact) < BUDGET
+    del mask
+    gc.collect()
+    summarised(torch.ones(64, 64, dtype=torch.bool, device=DEVICE))
+    from sdpa_router import mask_summary
+
+    assert len(mask_summary._known) == 1
+
+
+def test_masks_made_in_inference_mode_are_not_remembered():
+    with torch.inference_mode():
+        mask = torch.ones(64, 64, dtype=torch.bool, device=DEVICE)
+        summarised(mask)
+        assert recall(mask) is None
+
+
+def test_other_masks_and_what_is_refused():
+    inputs = gaussian(1, 2, 130, 200, 64, device=DEVICE)
+    keys = torch.randn(1, 1, 1, 200, device=DEVICE)
+    assert torch.equal(dense_mask_attention(*inputs, keys), int8_attention(*inputs, keys))
+    with pytest.raises(UnsupportedError, match="invalid_mask"):
+        dense_mask_attention(*inputs, torch.zeros(130, 199, device=DEVICE))
+    with pytest.raises(UnsupportedError, match="mask_dtype"):
+        dense_mask_attention(*inputs, torch.zeros(130, 200, device=DEVICE, dtype=torch.float64))
+    with pytest.raises(UnsupportedError, match="invalid_mask"):
+        dense_mask_attention(*inputs, None)
+    with pytest.raises(ValueError, match="treat_as is 'keys'; accepted: full or key"):
+        dense_mask_attention(*inputs, keys, treat_as="keys")
