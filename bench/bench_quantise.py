@@ -61,12 +61,12 @@ class Case:
         return self.batch * self.heads * self.kv_len * self.head_dim
 
     def bytes_apart(self) -> dict[str, int]:
-        """Norm and RoPE read and write 16 bits, the quantiser reads them; its sample of keys is up to half of them."""
-        sample = 2 * self.keys // max(1, self.kv_len // 2048)
+        """Norm and RoPE read and write 16 bits, the quantiser reads them, and 512 keys a head for its shift."""
+        sample = 2 * self.batch * self.heads * min(512, self.kv_len) * self.head_dim
         return {"16bit": 6 * self.elements + sample, "int8": self.elements}
 
     def bytes_fused(self) -> dict[str, int]:
-        """One read of 16 bits; of the keys a second one where their norm is across heads; 128 keys a head are sampled."""
+        """One read of 16 bits, of keys a second one under a norm across heads; 128 keys a head are sampled."""
         again = 2 * self.keys if self.across else 0
         sample = 2 * self.batch * self.heads * min(128, self.kv_len) * self.head_dim
         return {"16bit": 2 * self.elements + again + sample, "int8": self.elements}
@@ -76,7 +76,7 @@ CASES = {
     case.name: case
     for case in (
         *(Case(f"anima-{n}", 1, 16, n, n, 128, "Anima, 16 heads x 128") for n in (4096, 6144, 9216)),
-        *(Case(f"sdxl-{n}", 2, 10, n, n, 64, "SDXL self-attention, no norm, no RoPE", rope=False) for n in (4096, 6144, 9216)),
+        *(Case(f"sdxl-{n}", 2, 10, n, n, 64, "SDXL, no norm or RoPE", rope=False) for n in (4096, 6144, 9216)),
         Case("flux", 1, 24, 4608, 4608, 128, "FLUX.1, 1024x1024"),
         Case("wan-14b", 1, 40, 32760, 32760, 128, "Wan 2.1 14B, 480p, norm across heads", across=True),
         Case("h3-window", 1, 56, 4096, 33600, 128, "one window of a long video"),
@@ -87,7 +87,7 @@ CASES = {
 
 @dataclass
 class Problem:
-    """Inputs of one call: query, key and value [B, H, L, D] with heads inside the sequence, as projections give them."""
+    """One call: query, key and value [B, H, L, D] with heads inside the sequence, as projections give them."""
 
     case: Case
     query: torch.Tensor

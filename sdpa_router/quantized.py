@@ -150,8 +150,11 @@ def for_kernel(quantized: QuantizedQK) -> QuantizedQK:
 
     arch, head_dim, layout = arch_of(quantized.query.device), quantized.head_dim, quantized.layout
     # The portable kernel also takes a scale a key; only a layout like ours could go to the one for Hopper.
-    config = config_for(arch, quantized.query.shape[3], describable=_aligned(quantized.dtype, head_dim))
+    aligned = _aligned(quantized.dtype, head_dim)
+    config = config_for(arch, quantized.query.shape[3], describable=aligned)
     whole = layout.key.scales == 1 and layout.key.block % config.block_n == 0
+    if not whole:
+        config = config_for(arch, quantized.query.shape[3], describable=aligned, per_key=True)
     rows = -(-quantized.kv_len // config.block_n) * config.block_n
     width = padded_head_dim(quantized.query.shape[3])
     key = _padded(quantized.key[:, :, : quantized.kv_len], rows, width)

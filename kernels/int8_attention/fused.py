@@ -119,12 +119,18 @@ def _angles(COS, SIN, rows, keep, s_l, s_j, HALF: tl.constexpr, R: tl.constexpr)
 
 
 @triton.jit
-def _pairs(
-    X, X2, rows, keep, split, s_l, s_l2,
-    D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, TWO: tl.constexpr,
+def _normed_and_rotated(
+    X, X2, W, W2, RSTD, rows, keep, h, split, eps, cos, sin, s_h, s_l, s_h2, s_l2,
+    D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr,
+    ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """float32 [ROWS, HALF] twice: the pairs of some rows of one head, of the second segment from row `split` on."""
+    """Head h of some rows: pairs [ROWS, HALF] after weight and RoPE but before 1 / rms; sum of squares; 1 / rms.
+
+    1 / rms is that of the head alone where NORM is across heads and RSTD does not hold the whole one.
+    """
+    X += h * s_h
     if TWO:
+        X2 += h * s_h2
         a, b = _tile(X, rows, keep & (rows < split), s_l, D, HALF, R, HALVES)
         a2, b2 = _tile(X2, rows - split, keep & (rows >= split), s_l2, D, HALF, R, HALVES)
         a = a.to(tl.float32) + a2.to(tl.float32)
@@ -133,20 +139,30 @@ def _pairs(
         a, b = _tile(X, rows, keep, s_l, D, HALF, R, HALVES)
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return a, b
-
-
-@triton.jit
-def _weighted(a, b, wa, wb, wa2, wb2, rows, split, TWO: tl.constexpr):
-    """The pairs times their weights, which are others from row `split` on."""
-    if TWO:
-        front = (rows < split)[:, None]
-        a *= tl.where(front, wa[None, :], wa2[None, :])
-        b *= tl.where(front, wb[None, :], wb2[None, :])
+    if NORM:
+        squares = tl.sum(a * a + b * b, 1)
+        if ACROSS and RSTD is not None:
+            rstd = tl.load(RSTD + rows, mask=keep, other=0.0)
+        else:
+            rstd = tl.math.rsqrt(squares * (1.0 / D) + eps)
     else:
-        a *= wa[None, :]
-        b *= wb[None, :]
-    return a, b
+        squares = tl.sum(a * 0.0 + b * 0.0, 1)
+        rstd = tl.full([a.shape[0]], 1.0, tl.float32)
+    if HAS_WEIGHT:
+        wa, wb = _weights(W, h, D, HALF, R, HALVES, ACROSS)
+        if TWO:
+            wa2, wb2 = _weights(W2, h, D, HALF, R, HALVES, ACROSS)
+            front = (rows < split)[:, None]
+            a *= tl.where(front, wa[None, :], wa2[None, :])
+            b *= tl.where(front, wb[None, :], wb2[None, :])
+        else:
+            a *= wa[None, :]
+            b *= wb[None, :]
+    if R > 0:
+        turned = a * cos - b * sin
+        b = a * sin + b * cos
+        a = turned
+    return a, b, squares, rstd
 
 
 @triton.jit
@@ -156,22 +172,13 @@ def _round_scaled(x, inverse):
 
 
 @triton.jit
-def _row_peaks(x, MIXED: tl.constexpr):
-    """Largest magnitude a row, NaN where the row has one.  MIXED: a NaN is in all channels already, by a rotation."""
-    peak = tl.max(tl.abs(x), 1)
-    if not MIXED:
-        peak += tl.sum(x * 0.0, 1)
-    return peak
-
-
-@triton.jit
 def _store_queries(
-    x, Y, SCALE, head, rows, keep, L, factor, size, DP: tl.constexpr, MIXED: tl.constexpr,
+    x, bad, Y, SCALE, head, rows, keep, L, factor, DP: tl.constexpr,
 ):  # fmt: skip
-    """Round rows [ROWS, DP] with a scale each; they are to be multiplied by `size` and by the softmax scale, `factor`."""
-    peak = _row_peaks(x, MIXED)
+    """Round rows [ROWS, DP] with a scale each; `factor` [ROWS] or a scalar holds the softmax scale and its sign."""
+    peak = tl.max(tl.abs(x), 1) + bad
     stored = head * L + rows
-    tl.store(SCALE + stored, peak / 127.0 * size * tl.abs(factor), mask=keep)
+    tl.store(SCALE + stored, peak / 127.0 * tl.abs(factor), mask=keep)
     sign = tl.where(factor < 0, -1.0, 1.0)  # so that scores times their scale keep the order of the int8 scores
     rounded = _round_scaled(x, (_inverse(peak) * sign)[:, None])
     tl.store(Y + stored[:, None] * DP + tl.arange(0, DP)[None, :], rounded, mask=keep[:, None])
@@ -179,13 +186,13 @@ def _store_queries(
 
 @triton.jit
 def _store_keys(
-    x, Y, SCALE, NORMS, head, block, blocks, ROWS: tl.constexpr, DP: tl.constexpr, SCALES: tl.constexpr,
-    HAS_NORM: tl.constexpr, MIXED: tl.constexpr,
+    x, bad, Y, SCALE, NORMS, head, block, blocks, ROWS: tl.constexpr, DP: tl.constexpr, SCALES: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Round a block of keys [ROWS, DP] with SCALES (1, 4 or ROWS) scales; rows that don't count are 0."""
     tile = head * blocks + block
     rows = tl.arange(0, ROWS)
-    peak = _row_peaks(x, MIXED)
+    peak = tl.max(tl.abs(x), 1) + bad
     if SCALES == ROWS:
         tl.store(SCALE + tile * ROWS + rows, peak / 127.0)
     elif SCALES == 4:
@@ -210,7 +217,7 @@ def _rope_key_shift(
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr,
     NORM: tl.constexpr, ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """SHIFT[B, Hkv, DP] = rotated mean over a sample of the kept keys, in the order of the pairs.
+    """SHIFT[B, Hkv, 2, DP / 2] = mean of the firsts and of the seconds of the pairs over a sample of the kept keys.
 
     ROTATION[B, B] is written for _rms_rope_quantize.
     """
@@ -218,10 +225,9 @@ def _rope_key_shift(
     b = head // heads
     h = head % heads
     HALF: tl.constexpr = DP // 2
-    rotation = _hadamard(B)
     if head == 0:
         i = tl.arange(0, B)
-        tl.store(ROTATION + i[:, None] * B + i[None, :], rotation.to(ROTATION.dtype.element_ty))
+        tl.store(ROTATION + i[:, None] * B + i[None, :], _hadamard(B).to(ROTATION.dtype.element_ty))
     K += b * s_b
     K2 += b * s_b2
     COS += b * s_cb + h * s_ch
@@ -232,7 +238,8 @@ def _rope_key_shift(
     i = tl.arange(0, ROWS)
     rows = tl.where(N <= ROWS, i, (i.to(tl.int64) * N // ROWS).to(tl.int32))
     count = tl.zeros([], tl.float32)
-    total = tl.zeros([DP], tl.float32)
+    first = tl.zeros([HALF], tl.float32)
+    second = tl.zeros([HALF], tl.float32)
     start = 0
     # Where the sample holds no key that is kept, the first block that does.
     while (count == 0) & (start < N):
@@ -241,26 +248,20 @@ def _rope_key_shift(
             cos, sin = _angles(COS, SIN, rows, keep, s_cl, s_cj, HALF, R)
         else:
             cos, sin = 1.0, 0.0
-        x, y = _pairs(K + h * s_h, K2 + h * s_h2, rows, keep, split, s_l, s_l2, D, HALF, R, HALVES, TWO)
-        rstd = tl.full([ROWS], 1.0, tl.float32)
-        if RSTD is not None:
-            rstd = tl.load(RSTD + rows, mask=keep, other=0.0)
-        elif NORM:
-            rstd = tl.math.rsqrt(tl.sum(x * x + y * y, 1) * (1.0 / D) + eps)
-        if HAS_WEIGHT:
-            wa, wb = _weights(W, h, D, HALF, R, HALVES, ACROSS)
-            wa2, wb2 = _weights(W2, h, D, HALF, R, HALVES, ACROSS)
-            x, y = _weighted(x, y, wa, wb, wa2, wb2, rows, split, TWO)
-        if R > 0:
-            x, y = x * cos - y * sin, x * sin + y * cos
+        x, y, _, rstd = _normed_and_rotated(
+            K, K2, W, W2, RSTD, rows, keep, h, split, eps, cos, sin, s_h, s_l, s_h2, s_l2,
+            D, HALF, R, HALVES, NORM, ACROSS, HAS_WEIGHT, TWO,
+        )  # fmt: skip
         rstd = tl.where(keep, rstd, 0.0)[:, None]
         count = tl.sum(keep.to(tl.float32), 0)
-        total = tl.join(tl.sum(x * rstd, 0), tl.sum(y * rstd, 0)).reshape([DP])
+        first = tl.sum(x * rstd, 0)
+        second = tl.sum(y * rstd, 0)
         rows = start + i
         start += ROWS
-    mean = (total / tl.maximum(count, 1.0)).reshape([DP // B, B])
-    shift = tl.sum(mean[:, :, None] * rotation[None, :, :], 1)
-    tl.store(SHIFT + head * DP + tl.arange(0, DP), shift.reshape([DP]))
+    scale = 1.0 / tl.maximum(count, 1.0)
+    j = tl.arange(0, HALF)
+    tl.store(SHIFT + head * DP + j, first * scale)
+    tl.store(SHIFT + head * DP + HALF + j, second * scale)
 
 
 @triton.jit(do_not_specialize=["L", "split", "heads", "bias_rows", "group"])
@@ -297,65 +298,48 @@ def _rms_rope_quantize(
         cos, sin = _angles(COS, SIN, rows, inside, s_cl, s_cj, HALF, R)
     else:
         cos, sin = 1.0, 0.0
-    if HAS_WEIGHT and not ACROSS:
-        wa, wb = _weights(W, 0, D, HALF, R, HALVES, False)
-        wa2, wb2 = _weights(W2, 0, D, HALF, R, HALVES, False)
-    d = tl.arange(0, DP)
-    first = tl.program_id(0) * HEADS
-    for h in tl.range(first, tl.minimum(first + HEADS, heads), num_stages=STAGES):
+    j = tl.arange(0, HALF)
+    start = tl.program_id(0) * HEADS
+    for h in tl.range(start, tl.minimum(start + HEADS, heads), num_stages=STAGES):
         head = b * heads + h
         keep = inside
         if HAS_BIAS:
-            mask = BIAS + (b * s_bias_b + h * bias_rows * s_bias_h) * (blocks * ROWS)
-            keep = _kept(mask, bias_rows, s_bias_h * (blocks * ROWS), rows, L, HAS_BIAS)
-        at = head - b * heads
-        x, y = _pairs(X + at * s_h, X2 + at * s_h2, rows, keep, split, s_l, s_l2, D, HALF, R, HALVES, TWO)
-        if RSTD is not None:
-            rstd = tl.load(RSTD + rows, mask=inside, other=0.0)
-        elif NORM:
-            squares = tl.sum(x * x + y * y, 1)
-            rstd = tl.math.rsqrt(squares * (1.0 / D) + eps)
-        if HAS_WEIGHT:
-            if ACROSS:
-                va, vb = _weights(W, at, D, HALF, R, HALVES, True)
-                va2, vb2 = _weights(W2, at, D, HALF, R, HALVES, True)
-                x, y = _weighted(x, y, va, vb, va2, vb2, rows, split, TWO)
-            else:
-                x, y = _weighted(x, y, wa, wb, wa2, wb2, rows, split, TWO)
-        if R > 0:
-            if PER_HEAD:
-                c, s = _angles(COS + h * s_ch, SIN + h * s_ch, rows, inside, s_cl, s_cj, HALF, R)
-                x, y = x * c - y * s, x * s + y * c
-            else:
-                x, y = x * cos - y * sin, x * sin + y * cos
-        # float16 could not hold what the norm has not made small; else 1 / rms waits, so that nothing waits for it.
-        EARLY: tl.constexpr = NORM and X.dtype.element_ty == tl.float16
-        if EARLY:
+            keep = _kept(BIAS + (b * s_bias_b + h * bias_rows * s_bias_h) * (blocks * ROWS), bias_rows,
+                         s_bias_h * (blocks * ROWS), rows, L, HAS_BIAS)  # fmt: skip
+        if R > 0 and PER_HEAD:
+            c, s = _angles(COS + h * s_ch, SIN + h * s_ch, rows, inside, s_cl, s_cj, HALF, R)
+        else:
+            c, s = cos, sin
+        x, y, squares, rstd = _normed_and_rotated(
+            X, X2, W, W2, RSTD, rows, keep, head - b * heads, split, eps, c, s, s_h, s_l, s_h2, s_l2,
+            D, HALF, R, HALVES, NORM, ACROSS, HAS_WEIGHT, TWO,
+        )  # fmt: skip
+        # NaN where a value is NaN or infinite: such a row or block must answer NaN, as SDPA does.
+        bad = squares * 0.0
+        if IS_KEY:
+            x = tl.fma(x, rstd[:, None], -tl.load(SHIFT + head * DP + j)[None, :])
+            y = tl.fma(y, rstd[:, None], -tl.load(SHIFT + head * DP + HALF + j)[None, :])
+            if HAS_BIAS or not EVEN:
+                x = tl.where(keep[:, None], x, 0.0)
+                y = tl.where(keep[:, None], y, 0.0)
+        else:
             x *= rstd[:, None]
             y *= rstd[:, None]
+        if HAS_LSE:
+            at = SHIFT + (b * (heads // group) + h // group) * DP + j
+            term = tl.sum(x * tl.load(at)[None, :] + y * tl.load(at + HALF)[None, :], 1) * lse_factor
         z = tl.join(x, y).reshape([ROWS, DP]).to(X.dtype.element_ty)
         z = _rotate(z.to(dtype), rotation.to(dtype), ROWS, DP, B)
         if IS_KEY:
-            shift = tl.load(SHIFT + head * DP + d)[None, :]
-            z = tl.fma(z, rstd[:, None], -shift) if NORM and not EARLY else z - shift
-            if HAS_BIAS or not EVEN:
-                z = tl.where(keep[:, None], z, 0.0)
-            _store_keys(z, Y, SCALE, NORMS, head, block, blocks, ROWS, DP, SCALES, HAS_NORM, DP == B)
+            _store_keys(z, bad, Y, SCALE, NORMS, head, block, blocks, ROWS, DP, SCALES, HAS_NORM)
         else:
-            if NORM and not EARLY and not ACROSS:
-                size = rstd
-            elif EARLY and ACROSS:
-                size = 1.0 / rstd  # that of one head is not what is wanted
-            else:
-                size = tl.full([ROWS], 1.0, tl.float32)
-            _store_queries(z, Y, SCALE, head, rows, inside, L, factor, size, DP, DP == B)
-            if ACROSS:
-                # 1 / rms over all heads isn't known yet: _finish_scales puts it in.
+            # Without the other heads 1 / rms isn't known yet: _finish_scales puts it in.
+            whole = 1.0 / rstd if ACROSS and RSTD is None else tl.full([ROWS], 1.0, tl.float32)
+            _store_queries(z, bad, Y, SCALE, head, rows, inside, L, factor * whole, DP)
+            if ACROSS and RSTD is None:
                 tl.store(SQUARES + head * L + rows, squares, mask=inside)
             if HAS_LSE:
-                shift = tl.load(SHIFT + (b * (heads // group) + h // group) * DP + d)
-                term = tl.sum(z * shift[None, :], 1) * size * lse_factor
-                tl.store(LSE_TERM + head * L + rows, term, mask=inside)
+                tl.store(LSE_TERM + head * L + rows, term * whole, mask=inside)
 
 
 @triton.jit(do_not_specialize=["L", "split", "heads"])
@@ -399,8 +383,10 @@ def _finish_scales(SQUARES, SCALE, LSE_TERM, eps, L, heads, D: tl.constexpr, ROW
             tl.store(LSE_TERM + at, tl.load(LSE_TERM + at, mask=inside) * rstd, mask=inside)
 
 
-# By whether it is the keys' launch. Set by bench/bench_quantise.py on an H200 (bench/results/quantise.jsonl).
+# By whether it is the keys' launch: of some twenty variants the fastest on an H200. Its three stages of keys, 8 to 14 %
+# faster there, are more shared memory than most other chips have.
 _TILES = {False: Tile(64, 4, 4, 1), True: Tile(128, 4, 8, 1)}
+_HOPPER_STAGES = 3
 
 
 def rms_rope_quantize_key(
@@ -416,7 +402,8 @@ def rms_rope_quantize_key(
 ) -> tuple[QuantizedKey, torch.Tensor]:
     """Norm, rotate and quantise the keys for `config`; returns (what quantize_key() does, the rotation matrix).
 
-    Its shift is float32 [B, Hkv, DP], rotated, in the order of the pairs.  attn_mask, group, per_token: as for quantize().  rotary_dim: 0 for no RoPE.
+    Its shift is float32 [B, Hkv, 2, DP / 2]: what was taken off the first and the second channels of the pairs, before
+    the Hadamard rotation.  attn_mask, group, per_token: as for quantize().  rotary_dim: 0 for no RoPE.
     """
     x = key.x
     batch, heads, _, head_dim = x.shape
@@ -427,7 +414,7 @@ def rms_rope_quantize_key(
     if attn_mask is not None:
         bias, anchor, live = _prepare(attn_mask, length, config)
         bias_rows = group if bias.shape[1] > 1 else 1
-    shift = empty((batch, heads, padded), dtype=torch.float32)
+    shift = empty((batch, heads, 2, padded // 2), dtype=torch.float32)
     rotation = empty((min(padded, 128),) * 2, dtype=x.dtype)
     common = _common(key, norm, rotary_dim, interleaved)
     mask = bias if bias is not None else shift
@@ -482,7 +469,7 @@ def rms_rope_quantize_query(
         **_arguments(query, norm, None), X=x, X2=_second(query),
         SHIFT=shift if shift is not None else unused, ROTATION=rotation, BIAS=unused, Y=query8, SCALE=query_scale,
         NORMS=unused, LSE_TERM=lse_term if lse_term is not None else unused, SQUARES=squares,
-        factor=scale * LOG2E / rotated, lse_factor=scale / rotated, L=length,
+        factor=scale * LOG2E / rotated, lse_factor=scale, L=length,
         group=heads // shift.shape[1] if shift is not None else 1, bias_rows=1, s_bias_b=0, s_bias_h=0, IS_KEY=False,
         HAS_BIAS=False, SCALES=1, HAS_NORM=False, HAS_LSE=shift is not None, EVEN=length % tile.rows == 0,
         **_launch(query, tile), **common,
@@ -499,7 +486,8 @@ def tile_of(is_key: bool, padded: int, config: Config) -> Tile:
     """The launch for keys or queries of this padded head_dim; a thread holds at most 64 channels."""
     tile = _TILES[is_key]
     rows = config.block_n if is_key else tile.rows if padded <= 128 else tile.rows // 2
-    return tile._replace(rows=rows, num_warps=max(1, min(8, rows * padded // 2048)))
+    stages = _HOPPER_STAGES if is_key and config.gluon and padded == 128 else tile.num_stages
+    return tile._replace(rows=rows, num_warps=max(1, min(8, rows * padded // 2048)), num_stages=stages)
 
 
 def sample_rows(padded: int) -> int:

@@ -129,7 +129,7 @@ def _linear_qk(
         head = tl.program_id(1) * HEADS + i % HEADS
         y = y.reshape([ROWS * HEADS, DP])
         _store_queries(
-            y, Y, SCALE, b * heads + head, row, (row < L) & (head < heads), L, factor, 1.0, DP, False
+            y, tl.sum(y * 0.0, 1), Y, SCALE, b * heads + head, row, (row < L) & (head < heads), L, factor, DP
         )
     else:
         head = b * heads + tl.program_id(1)
@@ -138,7 +138,7 @@ def _linear_qk(
         first = (b * s_bias_b + tl.program_id(1) * bias_rows * s_bias_h) * NP
         keep = _kept(BIAS + first, bias_rows, s_bias_h * NP, rows, L, HAS_BIAS)
         y = tl.where(keep[:, None], y - tl.load(SHIFT + head * DP + d)[None, :], 0.0)
-        _store_keys(y, Y, SCALE, NORMS, head, block, blocks, ROWS, DP, SCALES, HAS_NORM, False)
+        _store_keys(y, tl.sum(y * 0.0, 1), Y, SCALE, NORMS, head, block, blocks, ROWS, DP, SCALES, HAS_NORM)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
