@@ -284,7 +284,7 @@ def _colours(picture):
 
     from PIL import Image
 
-    return len({*Image.open(io.BytesIO(picture)).convert("RGB").getdata()})
+    return len(Image.open(io.BytesIO(picture)).convert("RGB").getcolors(2**24))
 
 
 # --- the line at the end
