@@ -18,9 +18,9 @@ class TileCost(NamedTuple):
 
 
 # NVIDIA H200, 56 heads of 4096 x 33600 and 24 of 32768 x 32768, bfloat16 (bench/results/sparse.jsonl).
-H200 = TileCost(kept=2.9, read=3.6, torch=5.2, fixed_ms=0.5)
+H200 = TileCost(kept=3.0, read=6.6, torch=6.2, fixed_ms=0.6)
 # Elsewhere nothing was measured: only the proportions are used, and they are cautious ones.
-ELSEWHERE = TileCost(kept=3.5, read=6.0, torch=5.2, fixed_ms=0.5)
+ELSEWHERE = TileCost(kept=3.5, read=7.5, torch=6.2, fixed_ms=0.6)
 
 
 def estimate_ms(cost: TileCost, kept: int, read: int, head_dim: int) -> float:
