@@ -146,7 +146,7 @@ def for_kernel(quantized: QuantizedQK) -> QuantizedQK:
     """Return the same query and key as our kernel reads them: a scale a query row, keys in whole tiles, a bias."""
     if quantized.prepared is not None and not (quantized.prepared.config.gluon and hopper_unavailable()):
         return quantized
-    from .kernels.int8_attention.quantize import _prepare
+    from .kernels.int8_attention.bias import prepare
 
     arch, head_dim, layout = arch_of(quantized.query.device), quantized.head_dim, quantized.layout
     # The portable kernel also takes a scale a key; only a layout like ours could go to the one for Hopper.
@@ -168,7 +168,7 @@ def for_kernel(quantized: QuantizedQK) -> QuantizedQK:
         query = query.neg() if quantized.softmax_scale < 0 else query
     prepared = Prepared(config)
     if quantized.attn_mask is not None:
-        bias, anchor, live = _prepare(key_view(quantized.attn_mask), quantized.kv_len, config)
+        bias, anchor, live = prepare(key_view(quantized.attn_mask), quantized.kv_len, config)
         prepared = Prepared(config, bias, anchor, live)
     return dataclasses.replace(
         quantized,

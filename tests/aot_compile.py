@@ -20,7 +20,8 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sdpa_router.kernels.int8_attention import forward, quantize
+from sdpa_router.kernels.int8_attention import bias as bias_kernels
+from sdpa_router.kernels.int8_attention import forward, quantize, quantize_kernels
 from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, Config, config_for, padded_head_dim
 from sdpa_router.kernels.int8_attention.limits import LIMITS
 
@@ -115,19 +116,19 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
                 }  # fmt: skip
                 words = f"{per_block}{' bias' if bias else ''}{' lse' if lse else ''}{'' if rotation else ' alone'}"
                 options = {"num_warps": tiling.num_warps}
-                yield f"quantize D{head_dim} scales {words}", quantize._quantize, types, constants, options
+                yield f"quantize D{head_dim} scales {words}", quantize_kernels._quantize, types, constants, options
         for bias in (False, True):
             rows = quantize.shift_rows(padded, bias)
             constants = shared | {"ROWS": rows, "SAMPLES": quantize.SHIFT_SAMPLES, "HAS_BIAS": bias}
             label = f"key shift D{head_dim}{' bias' if bias else ''}"
-            yield label, quantize._key_shift, types, constants, {"num_warps": 8}
+            yield label, quantize_kernels._key_shift, types, constants, {"num_warps": 8}
     for kind in ("*fp16", "*u8"):
         types = {"MASK": kind, "BIAS": "*fp32", "ANCHOR": "*fp32", "LIVE": "*i32", **integers("N NP heads s_b s_h s_n")}
         constants = {
-            "IS_BOOL": kind == "*u8", "BLOCK": quantize.BIAS_BLOCK, "PART": quantize.BIAS_PART, "TILE": 128,
+            "IS_BOOL": kind == "*u8", "BLOCK": bias_kernels.BIAS_BLOCK, "PART": bias_kernels.BIAS_PART, "TILE": 128,
             "HAS_LIVE": arch == 90,
         }  # fmt: skip
-        yield f"prepare bias {kind}", quantize._prepare_bias, types, constants, {"num_warps": 8}
+        yield f"prepare bias {kind}", bias_kernels._prepare_bias, types, constants, {"num_warps": 8}
 
 
 def compile_variant(kernel, types: dict, constants: dict, options: dict, target: GPUTarget):

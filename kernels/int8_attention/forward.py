@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from .bias import row_strides
 from .configs import Config, padded_head_dim
 from .launch import launch
 from .limits import interpreting
-from .quantize import Quantized, row_strides
+from .quantize import Quantized
 from .quantize_value import QuantizedValue, _e4m3
 
 # e4m3 ends at 448: weights of up to 2^8 use nearly all of its range, and the row sum takes the factor out again.

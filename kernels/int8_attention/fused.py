@@ -16,19 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from .bias import LOG2E, _kept, prepare, row_strides
 from .configs import Config, padded_head_dim
 from .limits import interpreting
-from .quantize import (
-    LOG2E,
-    QuantizedKey,
-    QuantizedQuery,
-    _hadamard,
-    _inverse,
-    _kept,
-    _prepare,
-    _rotate,
-    row_strides,
-)
+from .quantize import QuantizedKey, QuantizedQuery
+from .quantize_kernels import _hadamard, _inverse, _rotate
 
 _SAMPLE = 128  # keys whose mean is the shift: what is left of the mean is a tenth of the keys' own scatter
 
@@ -167,7 +159,7 @@ def _normed_and_rotated(
 
 @triton.jit
 def _round_scaled(x, inverse):
-    """quantize._round(x * inverse) in one instruction, which the compiler does not always find by itself."""
+    """quantize_kernels._round(x * inverse) in one instruction, which the compiler does not always find by itself."""
     return tl.fma(x, inverse, 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
@@ -412,7 +404,7 @@ def rms_rope_quantize_key(
     empty = functools.partial(torch.empty, device=x.device)
     bias, anchor, live, bias_rows = None, None, None, 1
     if attn_mask is not None:
-        bias, anchor, live = _prepare(attn_mask, length, config)
+        bias, anchor, live = prepare(attn_mask, length, config)
         bias_rows = group if bias.shape[1] > 1 else 1
     shift = empty((batch, heads, 2, padded // 2), dtype=torch.float32)
     rotation = empty((min(padded, 128),) * 2, dtype=x.dtype)

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .bias import row_strides
 from .configs import Config, padded_head_dim
 from .hopper_parts import (
     _accumulator,
@@ -33,7 +34,7 @@ from .hopper_parts import (
 )
 from .hopper_ring import Traits, _barriers, _buffer, _producer, first_columns
 from .launch import launch
-from .quantize import Quantized, row_strides
+from .quantize import Quantized
 from .quantize_value import QuantizedValue
 
 # exp2 of +-60 summed over 2^17 keys leaves a float32 room for values up to 2^50; float16 P ends at 2^16 and 2^-14.

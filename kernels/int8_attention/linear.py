@@ -13,9 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from .bias import LOG2E, _kept, prepare, row_strides
 from .configs import Config, padded_head_dim
 from .fused import _store_keys, _store_queries
-from .quantize import LOG2E, QuantizedKey, QuantizedQuery, _inverse, _kept, _prepare, row_strides
+from .quantize import QuantizedKey, QuantizedQuery
+from .quantize_kernels import _inverse
 
 _SAMPLE = 128  # rows whose mean gives the key shift
 _ROWS, _CHANNELS, _STEP = 128, 128, 64  # query rows, output channels and input channels of a step
@@ -205,7 +207,7 @@ def linear_key(
     empty = functools.partial(torch.empty, device=x.device)
     prepared, anchor, live, strides, bias_rows = None, None, None, (0, 0), 1
     if attn_mask is not None:
-        prepared, anchor, live = _prepare(attn_mask, length, config)
+        prepared, anchor, live = prepare(attn_mask, length, config)
         strides, bias_rows = row_strides(prepared), group if prepared.shape[1] > 1 else 1
     mean = empty((batch, channels), dtype=torch.float32)
     shift = empty((batch, heads, padded), dtype=torch.float32)

@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .bias import _kept, row_strides
 from .configs import Config, padded_head_dim
 from .launch import empty, launch
 from .limits import interpreting
-from .quantize import _kept, row_strides
 
 # Of bench/bench_hopper.py's sweep on an H200: 0.13 ms for the peaks of the H3 window and 0.19 ms for its rounding.
 _PEAK_ROWS, _ROWS = 32, 64  # keys of a step

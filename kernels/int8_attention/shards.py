@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .configs import padded_head_dim
-from .quantize import _hadamard
+from .quantize_kernels import _hadamard
 
 _ROWS = 32
 

@@ -53,7 +53,7 @@ class Lists(NamedTuple):
     paired: bool
 
 
-# In log2: a tile this far under what each row of it has elsewhere counts for nothing (see quantize.NEGLIGIBLE).
+# In log2: a tile this far under what each row of it has elsewhere counts for nothing (see bias.NEGLIGIBLE).
 NEGLIGIBLE = -11818.0
 _NEGLIGIBLE = tl.constexpr(NEGLIGIBLE)
 

@@ -55,11 +55,12 @@ def quantize_shard(
     mask: [*mask_rows, 1, L], or None.  top: float32 [*mask_rows], what was subtracted from a floating mask.
     group: query heads of a key head.
     """
-    from ..kernels.int8_attention import quantize
+    from ..kernels.int8_attention.bias import ABSORBING
+    from ..kernels.int8_attention.quantize import quantize_key
 
-    quantized = quantize.quantize_key(key, mask, spec.config, group=group)
+    quantized = quantize_key(key, mask, spec.config, group=group)
     if top is not None and quantized.anchor is not None:
-        quantized.anchor[..., 1] *= top.abs() < quantize.ABSORBING.value
+        quantized.anchor[..., 1] *= top.abs() < ABSORBING.value
     return Shard(quantized, _readable(value, spec.config))
 
 
