@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 
+import torch
 from aot_compile import HEAD_DIMS, compile_variant, facts, integers, target_of
 
 from sdpa_router.kernels.int8_attention import shards
@@ -20,8 +21,8 @@ def shard_variants() -> Iterator[tuple[str, object, dict, dict, dict]]:
         wire = {"V": "*bf16", "CODE": "*i8", "LOW": "*u8", "SCALE": "*bf16", **numbers}
         term = {"Q": "*bf16", "SHIFT": "*fp32", "TERM": "*fp32", **numbers}
         merge = dict.fromkeys("A A_LSE X X_LSE LSE".split(), "*fp32") | {"OUT": "*bf16", **numbers}
-        for kernel in (shards._encode, shards._decode):
-            yield f"{kernel.__name__} D{head_dim}", kernel, wire, shape | {"NINTH": True}, {"num_warps": 4}
+        for kernel, more in ((shards._encode, {}), (shards._decode, {"LARGEST": torch.finfo(torch.bfloat16).max})):
+            yield f"{kernel.__name__} D{head_dim}", kernel, wire, shape | {"NINTH": True} | more, {"num_warps": 4}
         constants = shape | {"B": min(shape["DP"], 128), "STEPS": 32}
         yield f"lse term D{head_dim}", shards._lse_term, term, constants, {"num_warps": 8}
         yield f"merge D{head_dim}", shards._merge, merge, shape, {"num_warps": 4}

@@ -323,6 +323,22 @@ def test_values_survive_the_wire(head_dim, bits, most, device):
     assert back.isnan().sum() == head_dim
 
 
+@pytest.mark.parametrize("bits", [8, 9])
+def test_the_largest_values_stay_finite(bits, device):
+    value = torch.randn(1, 1, 9, 40, dtype=torch.float16, device=device)
+    value[0, 0, :8] *= 60000 / value[0, 0, :8].abs().amax(-1, keepdim=True)
+    value[0, 0, 1, 3], value[0, 0, 2, 7], value[0, 0, 3] = 65504, -65504, 65504
+    value[0, 0, 8, 0] = -torch.inf
+    code = torch.empty(value.shape, dtype=torch.int8, device=device)
+    low = torch.empty(1, 1, 9, 5, dtype=torch.uint8, device=device) if bits == 9 else None
+    scale = torch.empty(1, 1, 9, dtype=torch.bfloat16, device=device)
+    back = torch.empty_like(value)
+    kernels.encode_value(value, code, low, scale)
+    kernels.decode_value(code, low, scale, back)
+    assert relative_error(back[0, 0, :8], value[0, 0, :8]) < 0.0075
+    assert back[0, 0, 8].isnan().all()
+
+
 def test_merging_in_place_is_merge_attention(device):
     outs = torch.randn(2, 2, 3, 37, 40, device=device)
     lses = torch.randn(2, 2, 3, 37, device=device) * 30

@@ -51,9 +51,10 @@ def _encode(
 
 @triton.jit(do_not_specialize=["L"])
 def _decode(
-    CODE, LOW, SCALE, V, L, D: tl.constexpr, DP: tl.constexpr, NINTH: tl.constexpr, ROWS: tl.constexpr
+    CODE, LOW, SCALE, V, L,
+    D: tl.constexpr, DP: tl.constexpr, NINTH: tl.constexpr, ROWS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of _encode into a contiguous V."""
+    """The inverse of _encode into a contiguous V of a dtype whose largest finite number is LARGEST."""
     head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, DP)
@@ -66,7 +67,10 @@ def _decode(
         low = tl.load(LOW + stored[:, None] * width + (cols // 8)[None, :], mask=inside, other=0).to(tl.int32)
         code = 2 * code + (low >> (cols % 8)[None, :] & 1)
     scale = tl.load(SCALE + stored, mask=rows < L, other=0).to(tl.float32)
-    tl.store(V + place, (code.to(tl.float32) * scale[:, None]).to(V.dtype.element_ty), mask=inside)
+    v = code.to(tl.float32) * scale[:, None]
+    # Half a step above the largest number is not infinity; NaN stays, and is all that an infinity may have become.
+    v = tl.where(v > LARGEST, LARGEST, tl.where(v < -LARGEST, -LARGEST, v))
+    tl.store(V + place, v.to(V.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["L", "heads", "group"])
@@ -139,7 +143,8 @@ def decode_value(code: torch.Tensor, low: torch.Tensor | None, scale: torch.Tens
     batch, heads, length, head_dim = value.shape
     _decode[(triton.cdiv(length, _ROWS), batch * heads)](
         code, low if low is not None else code, scale, value, length,
-        D=head_dim, DP=padded_head_dim(head_dim), NINTH=low is not None, ROWS=_ROWS, num_warps=4,
+        D=head_dim, DP=padded_head_dim(head_dim), NINTH=low is not None, ROWS=_ROWS,
+        LARGEST=torch.finfo(value.dtype).max, num_warps=4,
     )  # fmt: skip
 
 
