@@ -231,6 +231,18 @@ def test_one_rank_is_one_process(attend, device):
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("attend", [ring_attention, ulysses_attention])
+def test_what_is_no_group(attend, device):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device.type, (1,))
+    for wrong in (mesh, "world", 0, [0]):
+        with pytest.raises(ValueError, match=f"given group as a {type(wrong).__name__}; expected a ProcessGroup"):
+            attend(*gaussian(1, 1, 4, 4, 32), group=wrong)
+    attend(*(x.to(device) for x in gaussian(1, 1, 4, 4, 32)), group=mesh.get_group())
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_group_without_this_rank(monkeypatch):
     monkeypatch.setattr(group.dist, "get_rank", lambda handle=None: -1 if handle else 3)
     with pytest.raises(ValueError, match="rank 3 called ring_attention with a group it is not in"):

@@ -80,6 +80,11 @@ def open_group(handle: dist.ProcessGroup | None, function: str) -> Group:
             f"{function} needs a process group, and none is initialised: start the program with torchrun and call "
             "torch.distributed.init_process_group()"
         )
+    if not (handle is None or isinstance(handle, dist.ProcessGroup) or handle is dist.GroupMember.NON_GROUP_MEMBER):
+        raise ValueError(
+            f"{function} was given group as a {type(handle).__name__}; expected a ProcessGroup, as from "
+            "new_group() or DeviceMesh.get_group(), or None"
+        )
     rank = dist.get_rank(handle)
     if rank < 0:
         ranks = dist.get_process_group_ranks(handle) if isinstance(handle, dist.ProcessGroup) else []
