@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from sdpa_router import int8_attention, merge_attention
-from sdpa_router.distributed import ring_attention, ulysses_attention
+from sdpa_router.distributed import ring_attention, start, ulysses_attention
 from sdpa_router.testing import gaussian, lse_error, outliers, relative_error, sdpa_oracle
 
 INF = math.inf
@@ -211,7 +211,7 @@ def layouts(me: Rank) -> None:
 
 def dtensors(me: Rank) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh(me.device.type, (me.size,))
     q, k, v = me.draw(gaussian, 1, 2, 30, 70, WIDTH)
@@ -231,6 +231,17 @@ def dtensors(me: Rank) -> None:
         "mixed": [split[0], split[1], v],
     }.items():
         me.found[f"dtensors: {name}"] = error_of(ring_attention, *wrong)
+    out = ring_attention(*split, distribute_tensor(bias[0, 0], mesh, [Shard(1)]))
+    me.found["dtensors: two axes"] = relative_error(out.full_tensor(), ref)
+    by_head = DTensor.from_local(me.mask("bool by head", 2, 70), mesh, [Shard(1)], run_check=False)
+    for name, wrong, settings in (
+        ("replicated on one", [*split[:2], DTensor.from_local(v, mesh, [Replicate()], run_check=False)], {}),
+        ("plain on one", [q, *split[1:]], {}),
+        ("group on one", split, {"group": dist.group.WORLD}),
+        ("mask on one", [*split, by_head], {}),
+    ):
+        given = (wrong, settings) if me.rank == me.size - 1 else (split, {})
+        me.found[f"dtensors: {name}"] = error_of(ring_attention, *given[0], **given[1])
 
 
 def refusals(me: Rank) -> None:
@@ -255,17 +266,30 @@ def refusals(me: Rank) -> None:
         ("gradient", ring_attention, (q.clone().requires_grad_(last), k, v), {}),
         ("no tensor", ring_attention, (None if last else q, k, v), {}),
         ("no mask", ulysses_attention, (q, k, v, 3 if last else bias), {}),
+        ("rowless mask", ring_attention, (q[:, :, :0], k, v, bias.expand(1, 1, 0, 8)) if last else (q, k, v, bias), {}),
+        ("return_lse", ring_attention, (q, k, v), {"return_lse": torch.tensor(True) if last else True}),
+        ("tensor of bits", ring_attention, (q, k, v), {"value_bits": torch.tensor([8, 9]) if last else 9}),
+        ("quantize", ulysses_attention, (q, k, v), {"causal": True, "quantize": 1 if last else False}),
     ):
         me.found[f"refusals: {name}"] = error_of(attend, *given, **settings)
+    judge = start.judge
+    if last:
+        start.judge = failing
+    me.found["refusals: any error"] = error_of(ring_attention, q, k, v)
+    start.judge = judge
     out = ring_attention(q, k, v)  # all is well afterwards
     me.found["refusals: afterwards"] = bool(out.isfinite().all())
+
+
+def failing(*arguments):
+    raise OSError("a size that fails")
 
 
 def error_of(function, *given, **settings):
     start = time.monotonic()
     try:
         function(*given, **settings)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         return {"kind": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
     return {"kind": "", "text": "", "seconds": time.monotonic() - start}
 

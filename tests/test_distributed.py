@@ -126,6 +126,18 @@ def test_dtensors(found):
         assert "query is a DTensor placed [S(1)]; expected Shard(2)" in rank["dtensors: heads"]["text"]
         assert "value is a DTensor placed [R]; expected Shard(2)" in rank["dtensors: replicated"]["text"]
         assert "value is a Tensor; expected a DTensor" in rank["dtensors: mixed"]["text"]
+        assert rank["dtensors: two axes"] <= BUDGET.gaussian
+    last = len(found) - 1
+    for number, rank in enumerate(found):
+        for case, text in {
+            "replicated on one": "value is a DTensor placed [R]; expected Shard(2)",
+            "plain on one": "query is a Tensor; expected a DTensor, as other arguments are",
+            "group on one": "given a group and DTensors; expected one of them",
+            "mask on one": "attn_mask is a DTensor placed [S(1)]; expected Shard(3)",
+        }.items():
+            said = "" if number == last else f"ring_attention on rank {number} of {len(found)}: rank {last} refuses: "
+            assert rank[f"dtensors: {case}"]["text"].startswith(said + text)
+            assert rank[f"dtensors: {case}"]["seconds"] < 60
 
 
 TEXTS = {
@@ -137,13 +149,18 @@ TEXTS = {
     "mask length": "rank {last} gives a mask over 5 keys, expected 8 (its shard), {all} (all keys) or 1",
     "full mask": "rank {last} refuses: sdpa because full_mask",
     "float64": "rank {last} refuses: sdpa because dtype: query is float64",
-    "value_bits": "rank {last} refuses: value_bits is 7, expected one of 8, 9, 16",
+    "value_bits": "rank {last} refuses: gives value_bits 7, expected one of 8, 9, 16",
     "causal": "rank {last} gives 8 queries and 5 keys with causal=True, expected as many of one as of the other",
     "function": "rank {last} gives function 'ulysses_attention', expected 'ring_attention' as on rank 0",
-    "quantised causal": "rank {last} refuses: given quantize=True with causal",
+    "quantised causal": "rank {last} refuses: gives quantize=True with causal",
     "gradient": "rank {last} refuses: sdpa because requires_grad",
     "no tensor": "rank {last} refuses: sdpa because tensor_subclass: given NoneType",
     "no mask": "rank {last} refuses: sdpa because invalid_mask: the mask is int",
+    "rowless mask": "rank {last} refuses: sdpa because invalid_mask: the mask is [1, 1, 0, 8]",
+    "return_lse": "rank {last} refuses: gives return_lse tensor(True), expected True or False",
+    "tensor of bits": "rank {last} refuses: gives value_bits tensor([8, 9]), expected one of 8, 9, 16",
+    "quantize": "rank {last} refuses: gives quantize 1, expected True, False or None",
+    "any error": "rank {last} refuses: a size that fails",
 }
 
 
@@ -154,8 +171,8 @@ def test_bad_input_raises_on_every_rank(found, case):
     text = TEXTS[case].format(last=last, all=8 * len(found), width=width, wide=2 * width)
     for number, rank in enumerate(found):
         error = rank[f"refusals: {case}"]
-        if number == last and "because" in text:
-            assert error["kind"] == "UnsupportedError"
+        if number == last and ("because" in text or case == "any error"):
+            assert error["kind"] == ("OSError" if case == "any error" else "UnsupportedError")
             assert text.partition("refuses: ")[2] in error["text"]
         else:
             assert error["kind"] == "ValueError"
@@ -225,6 +242,10 @@ def test_one_rank_is_one_process(attend, device):
         attend(q.double(), k.double(), v.double())
     with pytest.raises(ValueError, match="rank 0 gives a mask over 60 keys, expected 70"):
         attend(q, k, v, mask[..., :60])
+    with pytest.raises(ValueError, match="rank 0 gives value_bits 7, expected one of 8, 9, 16"):
+        attend(q, k, v, value_bits=7)
+    with pytest.raises(ValueError, match="rank 0 gives quantize=True with causal, expected one of them"):
+        ulysses_attention(q, k, v, causal=True, quantize=True)
     out, lse = attend(q, k[:, :, :0], v[:, :, :0], return_lse=True)
     assert not out.any()
     assert (lse == -torch.inf).all()

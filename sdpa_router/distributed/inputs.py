@@ -26,24 +26,48 @@ class Mesh(NamedTuple):
 _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
+class Local(NamedTuple):
+    """A rank's own tensors, their group (None: of all processes), the Mesh of DTensors, and why they are refused."""
+
+    tensors: _Inputs
+    group: dist.ProcessGroup | None
+    mesh: Mesh | None = None
+    cause: ValueError | None = None
+
+
 def unwrap(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     group: dist.ProcessGroup | None,
-) -> tuple[_Inputs, Mesh | None]:
-    """Return the local tensors, and the Mesh if query, key, value (and mask) are DTensors; ValueError with the reason.
+) -> Local:
+    """Return the local tensors, and the Mesh if query, key, value (and mask) are DTensors.
 
-    Sharded along the sequence on one axis of the mesh (Shard(2); of a mask the keys, Shard(3), or replicated), and
-    replicated on the others.
+    Sharded along the sequence on one axis of the mesh (Shard(2); of a mask the keys, its last axis, or replicated), and
+    replicated on the others. Anything else is a ValueError: returned, so that the group hears of it, raised where none
+    can be told.
     """
+    given: _Inputs = (query, key, value, mask)
     module = sys.modules.get("torch.distributed.tensor")  # importing it takes a second, and then there is no DTensor
     kind: type = getattr(module, "DTensor", type(None))
-    if module is None or not any(isinstance(tensor, kind) for tensor in (query, key, value, mask)):
-        return (query, key, value, mask), None
-    if group is not None:
-        raise ValueError("given a group and DTensors; expected one of them: the mesh of a DTensor says the group")
+    if module is None or not any(isinstance(tensor, kind) for tensor in given):
+        return Local(given, group)
+    try:
+        if group is not None:
+            raise ValueError("given a group and DTensors; expected one of them: the mesh of a DTensor says the group")
+        tensors, mesh = _unwrapped(*given, kind)
+    except ValueError as cause:
+        told = group or _sequence_group(given)
+        if told is None:
+            raise
+        return Local(given, told, None, cause)
+    return Local(tensors, mesh.group, mesh)
+
+
+def _unwrapped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, kind: type
+) -> tuple[_Inputs, Mesh]:
     q: Any = query
     axis = _sharded_axis("query", q, 2)
     tensors: dict[str, Any] = {"key": key, "value": value}
@@ -53,7 +77,8 @@ def unwrap(
     local: Any = mask
     if isinstance(mask, kind):
         whole = all(placement.is_replicate() for placement in local.placements)
-        if local.device_mesh != q.device_mesh or not (whole or _sharded_axis("attn_mask", local, 3) == axis):
+        keys = max(local.dim() - 1, 0)
+        if local.device_mesh != q.device_mesh or not (whole or _sharded_axis("attn_mask", local, keys) == axis):
             raise ValueError("attn_mask is sharded over another mesh or axis than query; expected the same")
         local = local.to_local()
     mesh = Mesh(q.device_mesh, q.placements, q.device_mesh.get_group(axis))
@@ -72,6 +97,17 @@ def _sharded_axis(name: str, tensor: Any, wanted: int) -> int:
             "the mesh and Replicate() on the others"
         )
     return sharded[0]
+
+
+def _sequence_group(given: _Inputs) -> dist.ProcessGroup | None:
+    """Return the group that other ranks take from the same DTensors: along a sharded sequence, or a mesh's only one."""
+    meshes = [(getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())) for tensor in given[:3]]
+    for mesh, placements in meshes:
+        axes = [axis for axis, placement in enumerate(placements) if placement.is_shard(2)]
+        if mesh is not None and (len(axes) == 1 or mesh.ndim == 1):
+            group: dist.ProcessGroup = mesh.get_group(axes[0] if axes else 0)
+            return group
+    return None
 
 
 def wrap(local: torch.Tensor, like: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -102,7 +138,8 @@ def judge(
     if mask is not None and not reasons:
         keys = mask.shape[-1] if isinstance(mask, torch.Tensor) and mask.dim() else 1
         info = classify_mask(mask, query.shape[0], query.shape[1], query.shape[2], keys)
-        if info.kind is not MaskKind.PER_KEY:
+        rowless = 0 in mask.shape[:-1] if isinstance(mask, torch.Tensor) else False  # expanded over a rank's no queries
+        if info.kind is not MaskKind.PER_KEY or rowless:
             code = Code.FULL_MASK if info.kind is MaskKind.FULL else Code.INVALID_MASK
             given = getattr(mask, "shape", type(mask).__name__)
             reasons.append(Reason(code, given, "one row for all queries, [1 or B, 1 or H, 1, keys]"))

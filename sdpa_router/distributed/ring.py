@@ -93,13 +93,15 @@ def _attend(
     causal: bool,
     value_bits: int,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    (query_, key_, value_, mask), mesh = unwrap(query, key, value, attn_mask, group)
-    ranks = open_group(mesh.group if mesh else group, "ring_attention")
+    (query_, key_, value_, mask), told, mesh, refused = unwrap(query, key, value, attn_mask, group)
+    ranks = open_group(told, "ring_attention")
+    given = (query_, key_, value_, mask, causal, scale, return_lse, value_bits)
     if ranks.size == 1:
-        out, lse = answer_alone(query_, key_, value_, mask, causal, scale, return_lse)
+        if refused is not None:
+            raise refused
+        out, lse = answer_alone(*given)
     else:
-        given = (query_, key_, value_, mask, causal, scale, return_lse, value_bits)
-        facts, cause = facts_of("ring_attention", ranks, *given)
+        facts, cause = facts_of("ring_attention", ranks, *given, cause=refused)
         everyone = agree(ranks, facts, query_, cause)
         with torch.cuda.device_of(query_):  # NCCL and Triton work on the current device
             out, lse = _ring(query_, key_, value_, mask, ranks, everyone)

@@ -96,13 +96,15 @@ def _attend(
     quantize: bool | None,
     value_bits: int,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    (query_, key_, value_, mask), mesh = unwrap(query, key, value, attn_mask, group)
-    ranks = open_group(mesh.group if mesh else group, "ulysses_attention")
+    (query_, key_, value_, mask), told, mesh, refused = unwrap(query, key, value, attn_mask, group)
+    ranks = open_group(told, "ulysses_attention")
+    given = (query_, key_, value_, mask, causal, scale, return_lse, value_bits, quantize)
     if ranks.size == 1:
-        out, lse = answer_alone(query_, key_, value_, mask, causal, scale, return_lse)
+        if refused is not None:
+            raise refused
+        out, lse = answer_alone(*given)
     else:
-        given = (query_, key_, value_, mask, causal, scale, return_lse, value_bits)
-        facts, cause = facts_of("ulysses_attention", ranks, *given, quantize=str(quantize))
+        facts, cause = facts_of("ulysses_attention", ranks, *given, refused)
         everyone = agree(ranks, facts, query_, cause)
         with torch.cuda.device_of(query_):
             out, lse = _ulysses(query_, key_, value_, mask, ranks, everyone, _quantizes(quantize, everyone))
