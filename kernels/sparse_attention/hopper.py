@@ -136,7 +136,7 @@ def _read_mask(MASK, rows, tile, tile2, M, N, s_mq):
     row = gl.convert_layout(gl.minimum(rows, M - 1).to(gl.int64) * s_mq, gl.SliceLayout(1, gl.SliceLayout(2, L)))
     n = _words_of(tile, tile2, L)
     # Rows start with whole 16 bytes (configs.in_words); what Triton knew of that is lost on the way into a warpgroup.
-    at = gl.multiple_of(gl.max_contiguous(MASK + gl.expand_dims(gl.expand_dims(row, 1), 2) + n, [1, 1, 4]), [1, 1, 16])
+    at = gl.multiple_of(gl.max_contiguous(MASK + gl.expand_dims(gl.expand_dims(row, 1), 2) + n, [1, 1, 32]), [1, 1, 16])
     if gl.maximum(tile, tile2) * 64 + 64 <= N:
         words = gl.load(at)
     else:
