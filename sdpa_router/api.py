@@ -157,6 +157,10 @@ def int8_attention(
     >>> out, lse = int8_attention(query, key, value, key_bias[None, None, None, :], return_lse=True)
     """
     if isinstance(query, QuantizedQK):
+        if key is not None and value is not None:
+            raise ValueError(
+                "key and value are given beside a QuantizedQK; expected the value alone, for it holds the key"
+            )
         return attend(
             query,
             key if value is None else value,
@@ -165,6 +169,7 @@ def int8_attention(
             scale=scale,
             return_lse=return_lse,
             pv=pv,
+            precision=precision,
             out=out,
             lse=lse,
         )

@@ -154,9 +154,11 @@ def enable(
     the module's own forward, enabled or not, until enable() or disable() is called on the copy. To pickle an enabled
     module its skip must be a named function of some module, not a lambda.
     fuse_qk: let diffusers' Wan and Flux blocks norm, rotate and quantise query and key in one pass where a call is
-    routed; the log says which blocks don't match, and why. Raises TypeError for anything but a
-    torch.nn.Module with a plain forward, ValueError for a pattern that matches nothing, and for a module that can't
-    attend, such as one of linear layers, or where Python doesn't see it, as in TorchScript.
+    routed to int8; the log says which blocks don't match, and why. They take their plain path under torch.compile, and
+    with a skip, pv="fp8" or on_error="fallback".
+    Raises TypeError for anything but a torch.nn.Module with a plain forward, ValueError for a pattern that matches
+    nothing, and for a module that can't attend, such as one of linear layers, or where Python doesn't see it, as in
+    TorchScript.
 
     >>> enable(pipe.transformer, exclude=["blocks.0", "blocks.29"])
     >>> enable(pipe.transformer, skip=lambda call: call.query.shape[2] != call.key.shape[2])  # no cross-attention

@@ -21,7 +21,11 @@ from typing import NamedTuple
 
 import torch
 
+from .decision import show
+from .kernels.int8_attention.limits import LIMITS
+from .mask import MaskKind, classify_mask
 from .qk import Groups, Layout, QuantizedQK, expect
+from .quantized import version_of
 
 __all__ = [
     "COMFY_KITCHEN_64",
@@ -210,7 +214,8 @@ def from_comfy_kitchen(
 def convert(quantized: QuantizedQK, layout: Layout, *, requantize: bool = False) -> QuantizedQK:
     """Return the same query and key with the scales of another layout; int8 values change only with requantize=True.
 
-    Raises ValueError, without that, where rows that would share a scale have different ones.
+    A value that was quantised with them stays behind; the mask must stay as it is, for the attention reads it.
+    Raises ValueError, without requantize=True, where rows that would share a scale have different ones.
     """
     kv_len, q_len = quantized.kv_len, quantized.query.shape[2]
     source = quantized.layout
@@ -234,6 +239,7 @@ def convert(quantized: QuantizedQK, layout: Layout, *, requantize: bool = False)
         # Scales that hold the softmax scale keep it: taking it out would round.
         layout=dataclasses.replace(layout, folded=source.folded or layout.folded, rotation=source.rotation),
         prepared=None,
+        value=None,  # what its order is, the layout does not say
     )
 
 
@@ -264,13 +270,16 @@ def _from(
 ) -> QuantizedQK:
     if query_rotation != key_rotation:
         raise ValueError(f"key_rotation is {key_rotation!r}; expected {query_rotation!r}, that of query")
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number")
+    if not abs(softmax_scale) <= LIMITS.max_scale:
+        raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number of at most {LIMITS.max_scale:g}")
+    if dtype not in LIMITS.dtypes:
+        raise ValueError(f"dtype is {show(dtype)}; expected {show(LIMITS.dtypes)}")
     for name, tensor in (("query", given.query), ("key", given.key)):
         if tensor.dim() != 4 or tensor.dtype != torch.int8:
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected torch.int8 with 4 axes")
         _check_width(layout, name, tensor)
     q_len, kv_len = given.query.shape[2], given.key.shape[2]
+    _check_mask(attn_mask, dtype, (*given.query.shape[:3], kv_len))
     block = _QUERY_BLOCK.get(layout.name, 128)
     padded = -(-q_len // block) * (block // layout.query.block) * layout.query.scales
     query_scale = _scales("query_scale", given.query_scale, given.query, padded)
@@ -290,7 +299,20 @@ def _from(
         softmax_scale=softmax_scale,
         layout=dataclasses.replace(layout, folded=folded, rotation=query_rotation),
         attn_mask=attn_mask,
+        mask_version=version_of(attn_mask),
     )
+
+
+def _check_mask(attn_mask: torch.Tensor | None, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Raise ValueError for what is no mask of keys over [batch, heads, queries, keys]."""
+    if attn_mask is None:
+        return
+    info = classify_mask(attn_mask, sizes[0], sizes[1], sizes[2], sizes[3])
+    if info.kind is not MaskKind.PER_KEY or info.dtype not in (torch.bool, torch.float32, dtype):
+        raise ValueError(
+            f"attn_mask is {show(info.dtype)} {show(info.shape)}; expected bool, float32 or {show(dtype)}, one row for "
+            f"all queries, that broadcasts to {show(sizes)}"
+        )
 
 
 def _regroup(

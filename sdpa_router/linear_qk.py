@@ -79,6 +79,8 @@ def int8_linear_qk(
     head_dim = _check(x, weight_int8, weight_scale, heads, bias, x_scale, dtype)
     if role not in ("query", "key"):
         raise ValueError(f"role is {role!r}; expected 'query' or 'key'")
+    if type(group) is not int or group < 1:
+        raise ValueError(f"group is {group!r}; expected how many query heads a key head serves, at least 1")
     if role == "query" and attn_mask is not None:
         raise ValueError("attn_mask is given with role='query'; expected None, for the key is quantised with it")
     if role == "key" and scale is not None:
@@ -93,6 +95,7 @@ def int8_linear_qk(
     config = choose_config(like, "auto", precision)
     layout = native_layout(config, precision, NOT_ROTATED)
     layer_bias = None if bias is None else bias.detach().contiguous()
+    weight_scale = weight_scale.contiguous()  # the kernel steps through it one by one
     with torch.cuda.device_of(x):
         rows, row_scale = (x, x_scale.contiguous()) if x_scale is not None else linear.quantize_rows(x)
         if role == "query":
@@ -131,6 +134,7 @@ def join_qk(query: QuantizedSide, key: QuantizedSide) -> QuantizedQK:
     expect("key's head_dim", key.head_dim, query.head_dim)
     expect("key's dtype", key.dtype, query.dtype)
     expect("key's device", key.values.device, query.values.device)
+    _check_mask_heads(query, key)
     assert query.softmax_scale is not None
     return QuantizedQK(
         query.values,
@@ -150,6 +154,18 @@ def join_qk(query: QuantizedSide, key: QuantizedSide) -> QuantizedQK:
     )
 
 
+def _check_mask_heads(query: QuantizedSide, key: QuantizedSide) -> None:
+    """Raise ValueError where the key's mask has a row for each of another number of query heads."""
+    heads, mask = query.values.shape[1], key.attn_mask
+    rows = 1 if mask is None else key_view(mask).shape[1]
+    if rows not in (1, heads):
+        group = rows // key.values.shape[1]
+        raise ValueError(
+            f"query has {heads} heads; expected {rows}, for the key was quantised with group={group} and a mask of "
+            f"{rows} heads"
+        )
+
+
 def _check(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -160,6 +176,9 @@ def _check(
     dtype: torch.dtype | None,
 ) -> int:
     """Raise ValueError for what doesn't fit; returns head_dim."""
+    for name, given in (("x", x), ("weight_int8", weight), ("weight_scale", weight_scale)):
+        if not isinstance(given, torch.Tensor):
+            raise ValueError(f"{name} is of type {type(given).__name__}; expected a tensor")
     if x.dim() != 3 or x.stride(-1) != 1 or 0 in x.shape:
         raise ValueError(
             f"x is {show(x.shape)}, strides {show(x.stride())}; expected [B, L, C] with a contiguous last axis"
@@ -175,13 +194,15 @@ def _check(
             f"weight_int8 is {show(weight.dtype)} {show(weight.shape)}; expected int8 [heads * D, {channels}], "
             "contiguous"
         )
+    if weight.device != x.device:
+        raise ValueError(f"weight_int8 is on {weight.device}; expected {x.device}, as x")
     rows = weight.shape[0]
     if type(heads) is not int or heads < 1 or rows % heads:
         raise ValueError(f"heads is {heads}; expected a divisor of the {rows} output channels of weight_int8")
     parts = {"weight_scale": (weight_scale, (rows,)), "x_scale": (x_scale, (batch, length)), "bias": (bias, (rows,))}
     for name, (tensor, shape) in parts.items():
         wrong = tensor is not None and (tuple(tensor.shape) != shape or tensor.device != x.device)
-        if tensor is not None and (wrong or (name != "bias" and tensor.dtype != torch.float32)):
+        if tensor is not None and (wrong or not _is_kind(tensor, name)):
             kind = "floating" if name == "bias" else "float32"
             raise ValueError(
                 f"{name} is {show(tensor.dtype)} {show(tensor.shape)} on {tensor.device}; expected {kind} "
@@ -192,3 +213,7 @@ def _check(
             "x, weight_scale or bias requires a gradient; expected torch.no_grad(), for there is no backward"
         )
     return rows // heads
+
+
+def _is_kind(tensor: torch.Tensor, name: str) -> bool:
+    return tensor.is_floating_point() if name == "bias" else tensor.dtype == torch.float32

@@ -59,6 +59,10 @@ class Prepared:
     live: torch.Tensor | None = None
     key_norm: torch.Tensor | None = None
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those that there are."""
+        return tuple(t for t in (self.bias, self.anchor, self.live, self.key_norm) if t is not None)
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedQK:
@@ -99,6 +103,10 @@ class QuantizedQK:
         key_batch, kv_heads, rows, key_width = _four("key", self.key)
         expect("key's batch", key_batch, batch)
         expect("key's width", key_width, width)
+        for name in ("key", "attn_mask", "key_shift", "lse_term"):
+            part = getattr(self, name)
+            if part is not None:
+                expect(f"{name}'s device", part.device, self.query.device)
         if kv_heads == 0 or heads % kv_heads:
             raise ValueError(f"query has {heads} heads and key {kv_heads}; expected a multiple of the key's")
         if not 0 < self.kv_len <= rows:

@@ -24,7 +24,7 @@ from .kernels.int8_attention.configs import (
     hopper_unavailable,
     padded_head_dim,
 )
-from .mask import key_view
+from .mask import MaskKind, classify_mask, key_view
 from .qk import Groups, Layout, Prepared, QuantizedQK, expect
 
 _LOG = logging.getLogger("sdpa_router.dispatch")
@@ -115,10 +115,13 @@ def attend(
     scale: float | None,
     return_lse: bool,
     pv: str,
+    precision: str,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Answer int8_attention() for a quantised query and key; raises ValueError for what differs from the quantising."""
+    if precision != "auto":
+        expect("precision", precision, "high" if quantized.layout.key.scales == quantized.layout.key.block else "auto")
     _check_call(quantized, value, attn_mask, is_causal, scale, pv, return_lse or lse is not None)
     if out is not None:
         check_buffer("out", out, quantized.query, quantized.shape, quantized.dtype)
@@ -144,8 +147,9 @@ def attend(
 
 def for_kernel(quantized: QuantizedQK) -> QuantizedQK:
     """Return the same query and key as our kernel reads them: a scale a query row, keys in whole tiles, a bias."""
-    if quantized.prepared is not None and not (quantized.prepared.config.gluon and hopper_unavailable()):
+    if _is_ready(quantized):
         return quantized
+    _check_unprepared(quantized)
     from .kernels.int8_attention.bias import prepare
 
     arch, head_dim, layout = arch_of(quantized.query.device), quantized.head_dim, quantized.layout
@@ -170,6 +174,13 @@ def for_kernel(quantized: QuantizedQK) -> QuantizedQK:
     if quantized.attn_mask is not None:
         bias, anchor, live = prepare(key_view(quantized.attn_mask), quantized.kv_len, config)
         prepared = Prepared(config, bias, anchor, live)
+    if quantized.value is not None and quantized.prepared is not None:
+        held = quantized.prepared.config
+        if held.gluon or held.block_n != config.block_n:
+            raise ValueError(
+                "value was quantised for another kernel than runs here; expected a query and key that were quantised "
+                "without it, and a 16-bit value"
+            )
     return dataclasses.replace(
         quantized,
         query=query,
@@ -179,6 +190,32 @@ def for_kernel(quantized: QuantizedQK) -> QuantizedQK:
         layout=Layout("sdpa_router", Groups(1), Groups(step), True, layout.rotation),
         prepared=prepared,
     )
+
+
+def _is_ready(quantized: QuantizedQK) -> bool:
+    """Whether the kernel of this device can read the tensors as they are."""
+    prepared, device = quantized.prepared, quantized.query.device
+    if prepared is None or any(t.device != device for t in prepared.tensors()):
+        return False
+    if prepared.config.gluon and hopper_unavailable():
+        return False
+    return not prepared.config.tma or arch_of(device) == 90
+
+
+def _check_unprepared(quantized: QuantizedQK) -> None:
+    """Raise for a query and key that can't be made ready: no kernel on their device, or a mask that is another now."""
+    batch, heads, q_len, head_dim = quantized.shape
+    like = quantized.query.new_empty((1, 1, 1, head_dim), dtype=quantized.dtype)
+    query, key = (
+        like.expand(batch, n, length, head_dim)
+        for n, length in ((heads, q_len), (quantized.key.shape[1], quantized.kv_len))
+    )
+    require_kernel(Call(query, key, key, quantized.attn_mask, 0.0, False, None, True), "auto", "auto")
+    if version_of(quantized.attn_mask) != quantized.mask_version:
+        raise ValueError(
+            "quantized.attn_mask was written to since; expected the mask as it was, for it is read at the call in this "
+            "layout or on this device"
+        )
 
 
 def require_kernel(call: Call, pv: str, precision: str) -> None:
@@ -231,9 +268,11 @@ def _check_call(
         expect(
             "pv", pv, pv if pv in ("auto", "16bit") else "'auto' or '16bit'; give the value to quantize_qk() for fp8"
         )
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"value is of type {type(value).__name__}; expected a tensor")
         shape = (*quantized.key.shape[:2], quantized.kv_len, quantized.head_dim)
         fits = value.shape == shape and value.dtype == quantized.dtype and value.device == quantized.query.device
-        if not fits or value.stride(-1) != 1:
+        if not fits or (value.stride(-1) != 1 and value.shape[-1] > 1):
             raise ValueError(
                 f"value is {show(value.dtype)} {show(value.shape)} with strides {show(value.stride())} on "
                 f"{value.device}; expected {show(quantized.dtype)} {show(shape)} with a contiguous last axis on "
@@ -243,9 +282,13 @@ def _check_call(
             raise ValueError("value requires a gradient; expected one that doesn't, or torch.no_grad()")
     if scale is not None:
         expect("scale", float(scale), quantized.softmax_scale)
+    if type(is_causal) is not bool:
+        raise ValueError(f"is_causal is of type {type(is_causal).__name__}; expected True or False")
+    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+        raise ValueError(f"attn_mask is of type {type(attn_mask).__name__}; expected a tensor or None")
     if is_causal and quantized.attn_mask is not None:
         raise ValueError("is_causal is True; expected False, for a mask was quantised with")
-    if attn_mask is not None and not _same_mask(attn_mask, quantized.attn_mask, quantized.mask_version):
+    if attn_mask is not None and not _same_mask(attn_mask, quantized):
         held = "no mask" if quantized.attn_mask is None else f"the mask {show(quantized.attn_mask.shape)}, as it was,"
         raise ValueError(
             f"attn_mask is another {show(attn_mask.dtype)} {show(attn_mask.shape)} than was quantised with; expected "
@@ -255,13 +298,17 @@ def _check_call(
         raise ValueError("return_lse is True; expected False, or a query and key that were quantised with lse=True")
 
 
-def _same_mask(given: torch.Tensor, held: torch.Tensor | None, version: int | None) -> bool:
+def _same_mask(given: torch.Tensor, quantized: QuantizedQK) -> bool:
     """Whether it is the same memory, read the same way and not written to since."""
+    held = quantized.attn_mask
     if held is None or given.dtype != held.dtype or given.device != held.device:
+        return False
+    batch, heads, q_len, _ = quantized.shape
+    if classify_mask(given, batch, heads, q_len, quantized.kv_len).kind is not MaskKind.PER_KEY:
         return False
     view, other = key_view(given), key_view(held)
     return (
-        version_of(given) == version
+        version_of(given) == quantized.mask_version
         and view.data_ptr() == other.data_ptr()
         and view.shape == other.shape
         and view.stride() == other.stride()

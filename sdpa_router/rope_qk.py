@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,9 +79,14 @@ def rms_rope_quantize(
     require_kernel(Call(whole[0], whole[1], whole[1], attn_mask, 0.0, False, scale, enable_gqa), "auto", precision)
     head_dim = whole[0].shape[3]
     rotary = head_dim if rotary_dim is None else rotary_dim
-    if not (0 < rotary <= head_dim and rotary % 2 == 0) and cos is not None:
+    if cos is not None and not (type(rotary) is int and 0 < rotary <= head_dim and rotary % 2 == 0):
         raise ValueError(f"rotary_dim is {rotary}; expected an even number up to head_dim, {head_dim}")
-    across = across_heads or _is_across("query_weight", query_weight, whole[0]) or False
+    _check_eps(eps)
+    across = across_heads or _is_across(query_weight, whole[0]) or _is_across(key_weight, whole[1])
+    if cos is None and (key_cos is not None or key_sin is not None):
+        raise ValueError("key_cos or key_sin is given; expected None, for cos is None and RoPE is left out")
+    if cos is not None and key_cos is None and key_sin is not None:
+        raise ValueError("key_cos is None; expected a tensor, for key_sin is given")
     if cos is not None and key_cos is None and whole[0].shape[2] != whole[1].shape[2]:
         raise ValueError(
             f"key_cos is None; expected cosines for {whole[1].shape[2]} keys, for cos is of {whole[0].shape[2]} queries"
@@ -169,14 +175,20 @@ def _whole(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]
     length = sum(part.shape[2] for part in parts)
-    return parts[0][:, :, :1].expand(-1, -1, length, -1)
+    longer = max(parts, key=lambda part: part.shape[2])  # one may be empty
+    return longer[:, :, :1].expand(-1, -1, length, -1) if length else longer
 
 
-def _is_across(name: str, weight: Weight, whole: torch.Tensor) -> bool:
+def _is_across(weight: Weight, whole: torch.Tensor) -> bool:
     """Whether this weight belongs to a norm across all heads."""
-    first = weight[0] if isinstance(weight, tuple) else weight
-    heads, head_dim = whole.shape[1], whole.shape[3]
-    return first is not None and heads > 1 and tuple(first.shape) == (heads * head_dim,)
+    weights = weight if isinstance(weight, tuple) else (weight,)
+    heads, size = whole.shape[1], (whole.shape[1] * whole.shape[3],)
+    return heads > 1 and any(isinstance(one, torch.Tensor) and tuple(one.shape) == size for one in weights)
+
+
+def _check_eps(eps: float | None) -> None:
+    if eps is not None and not (type(eps) in (int, float) and 0 <= eps < math.inf):
+        raise ValueError(f"eps is {eps!r}; expected a finite number of at least 0, or None for no norm")
 
 
 def _rows(
@@ -195,6 +207,9 @@ def _rows(
     heads, head_dim = parts[0].shape[1], parts[0].shape[3]
     size = heads * head_dim if across else head_dim
     for one in weights:
+        if one is not None and not (isinstance(one, torch.Tensor) and one.is_floating_point()):
+            given = show(one.dtype) if isinstance(one, torch.Tensor) else f"of type {type(one).__name__}"
+            raise ValueError(f"{name}_weight is {given}; expected a floating tensor or None")
         if one is not None and (eps is None or one.shape != (size,) or one.device != parts[0].device):
             expected = "None, for eps is None" if eps is None else f"[{size}] on {parts[0].device}"
             raise ValueError(f"{name}_weight is {show(one.shape)} on {one.device}; expected {expected}")
@@ -230,6 +245,8 @@ def _table(
     name: str, table: torch.Tensor, whole: torch.Tensor, rotary: int, interleaved: bool, place: int
 ) -> torch.Tensor:
     """[1 or B, 1 or H, L, R / 2]; of each angle kept twice, the one at `place`."""
+    if not isinstance(table, torch.Tensor):
+        raise ValueError(f"{name} is {_shown(table)}; expected a tensor")
     batch, heads, length, _ = whole.shape
     full = table[None, None] if table.dim() == 2 else table[:, None] if table.dim() == 3 else table
     fits = full.dim() == 4 and full.shape[0] in (1, batch) and full.shape[1] in (1, heads) and full.shape[2] == length

@@ -16,6 +16,7 @@ from diffusers.models.transformers import transformer_flux, transformer_qwenimag
 
 import sdpa_router
 from sdpa_router import disable, enable, int8_attention, record, rms_rope_quantize
+from sdpa_router.backends.base import Backend, BackendLimits
 from sdpa_router.integrations.diffusers_fused import FusedFlux, FusedWan, fuse
 from sdpa_router.testing import relative_error
 
@@ -148,14 +149,16 @@ def test_blocks_that_do_not_match_stay_and_say_why(caplog):
     odd = torch.nn.ModuleDict(
         {"wan": wan()[0], "image": wan(added_kv_proj_dim=96)[0], "eps": flux(False)[0], "fused": wan()[0]}
     )
-    odd["eps"].norm_k.eps = 1e-3
+    odd["wan_eps"], odd["added"] = wan()[0], flux(True)[0]
+    odd["eps"].norm_k.eps = odd["wan_eps"].norm_k.eps = odd["added"].norm_added_q.eps = 1e-3
     odd["fused"].fuse_projections()
     odd["other"] = Attention(query_dim=64, heads=2, dim_head=32)
     with caplog.at_level(logging.INFO, "sdpa_router.dispatch"):
         found = fuse(odd)
     assert found.pop("wan") is None
     assert {name: reason.split()[0] for name, reason in found.items()} == {
-        "image": "it", "eps": "norm_k's", "fused": "its", "other": "Attention",
+        "image": "it", "eps": "norm_k's", "fused": "its", "other": "Attention", "wan_eps": "norm_k's",
+        "added": "norm_added_q's",
     }  # fmt: skip
     assert "add_k_proj" in found["image"]
     assert all(f"fuse_qk leaves {name} as it is: {reason}" in caplog.text for name, reason in found.items())
@@ -177,6 +180,78 @@ def test_what_is_not_routed_takes_the_plain_path(settings, reason):
     with record() as seen:
         assert torch.equal(block(**inputs), native)
     assert [(r["backend"], r["reasons"], r["count"]) for r in seen.records] == [("sdpa", [reason], 1)]
+
+
+@pytest.fixture
+def mine():
+    """A backend named "mine" that takes every call."""
+    limits = BackendLimits((torch.float16,))
+    sdpa_router.register_backend(
+        Backend("mine", limits, lambda *_: iter(()), lambda call, _, attention: attention(*call[:3]))
+    )
+    yield
+    sdpa_router.unregister_backend("mine")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"backends": ("mine", "int8")},
+        {"backends": ("torch",)},
+        {"max_error": 1e-4},
+        {"on_error": "fallback"},
+        {"pv": "fp8"},
+    ],
+)
+def test_who_answers_is_chosen_as_for_the_plain_block(settings, mine):
+    block, inputs = wan()
+    block, inputs = block.half(), cast(inputs, torch.float16)
+    enable(block, min_kv=0, **settings)
+    with record() as seen:
+        native = block(**inputs)
+    enable(block, min_kv=0, fuse_qk=True, **settings)
+    with record() as again:
+        assert torch.equal(block(**inputs), native)
+    assert [(r["backend"], r["count"]) for r in seen.records] == [(r["backend"], r["count"]) for r in again.records]
+
+
+def test_a_skip_and_an_audit_see_the_tensors_of_the_call():
+    block, inputs = wan()
+    block, inputs = block.half(), cast(inputs, torch.float16)
+    seen = []
+    enable(block, min_kv=0, fuse_qk=True, skip=lambda call: seen.append(call.query.float().std().item()) or False)
+    block(**inputs)
+    assert len(seen) == 1
+    assert 0.5 < seen[0] < 2
+    enable(block, min_kv=0, fuse_qk=True)
+    rows = sdpa_router.audit(block, kwargs=inputs, settings=sdpa_router.Settings(min_kv=0), show=False).rows
+    assert len(rows) == 1
+    assert 0 < rows[0].error < BUDGET
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_changes_after_fuse_counts(case):
+    block, inputs = CASES[case]()
+    block, inputs = block.half(), cast(inputs, torch.float16)
+    enable(block, min_kv=0, fuse_qk=True)
+    before = outputs(block(**inputs))
+    handle = block.norm_k.register_forward_hook(lambda module, given, out: 0 * out)
+    hooked = outputs(block(**inputs))
+    assert not torch.equal(hooked[0], before[0])
+    handle.remove()
+    assert torch.equal(outputs(block(**inputs))[0], before[0])
+    block.fuse_projections()
+    block.to_qkv.weight.zero_()
+    assert not torch.equal(outputs(block(**inputs))[0], before[0])
+
+
+def test_a_norm_of_wan_without_weights_is_one_across_heads():
+    block, inputs = wan()
+    block.norm_q, block.norm_k = (torch.nn.RMSNorm(96, eps=1e-6, elementwise_affine=False) for _ in range(2))
+    block.to_q.weight[:32] *= 10
+    exact, block, inputs = exact_and_half(block, inputs)
+    enable(block, min_kv=0, fuse_qk=True)
+    assert relative_error(block(**inputs), exact[0]) < 0.02
 
 
 def test_outside_of_the_enabled_module_and_where_others_decide_it_is_plain():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sdpa_router import int8_attention, layouts, quantize_qk
+from sdpa_router.kernels.int8_attention.limits import fp8_unavailable
 from sdpa_router.qk import Groups
 from sdpa_router.testing import relative_error, sdpa_oracle
 
@@ -107,6 +108,32 @@ def test_between_foreign_layouts_what_refines_is_exact():
     assert torch.equal(layouts.convert(thread, layouts.SAGE_WARP).query_scale, warp.query_scale)
 
 
+def test_the_mask_of_a_foreign_layout_holds_as_it_was():
+    query, key, value = draw()
+    mask = torch.rand(1, 1, 1, 150, device=DEVICE) > 0.4
+    ours = quantize_qk(query, key, mask, enable_gqa=True)
+    foreign = layouts.to_sage_warp(ours, requantize=True)
+    read = layouts.from_sage_warp(*foreign[:4], softmax_scale=foreign.softmax_scale, dtype=value.dtype, attn_mask=mask)
+    converted = layouts.convert(ours, layouts.SAGE_THREAD, requantize=True)
+    for quantized in (read, converted):
+        assert torch.equal(int8_attention(quantized, value, attn_mask=mask), int8_attention(quantized, value))
+    mask[..., 3] = ~mask[..., 3]
+    for quantized in (read, converted):
+        with pytest.raises(ValueError, match="attn_mask was written to since"):
+            int8_attention(quantized, value)
+
+
+def test_a_quantised_value_stays_behind():
+    query, key, value = draw()
+    if fp8_unavailable(query.device) is not None:
+        pytest.skip(f"no fp8 here: {fp8_unavailable(query.device)}")
+    quantized = quantize_qk(query, key, value=value, enable_gqa=True)
+    converted = layouts.convert(quantized, layouts.SAGE_THREAD, requantize=True)
+    with pytest.raises(ValueError, match="value is None"):
+        int8_attention(converted)
+    assert relative_error(int8_attention(converted, value), sdpa_oracle(query, key, value, enable_gqa=True)[0]) < 0.016
+
+
 def test_our_groups_for_hopper_are_sages_threads():
     hopper = Groups(128, 4)
     assert hopper == layouts.SAGE_SM90_THREAD.key
@@ -154,6 +181,11 @@ def test_sageattention_agrees_with_our_kernel():
         ({"key_scale": torch.zeros(1, 2, 4)}, ("key_scale's shape is (1, 2, 4)", "(1, 2, 3)")),
         ({"key_scale": torch.zeros(1, 2, 3, dtype=torch.float16)}, ("key_scale's dtype is torch.float16", "float32")),
         ({"softmax_scale": math.nan}, ("softmax_scale is nan", "finite")),
+        ({"softmax_scale": 1e30}, ("softmax_scale is 1e+30", "at most")),
+        ({"dtype": torch.float32}, ("dtype is float32", "float16")),
+        ({"attn_mask": torch.ones(1, 1, 200, 150)}, ("attn_mask is float32 [1, 1, 200, 150]", "one row")),
+        ({"attn_mask": torch.ones(1, 1, 1, 149)}, ("attn_mask is float32 [1, 1, 1, 149]", "[1, 4, 200, 150]")),
+        ({"attn_mask": torch.ones(1, 1, 1, 150).int()}, ("attn_mask is int32", "bool")),
         (
             {"key": torch.zeros(1, 3, 150, 64, dtype=torch.int8), "key_scale": torch.zeros(1, 3, 3)},
             ("4 heads and key 3",),

@@ -110,6 +110,9 @@ def test_the_plain_layer_and_grouped_heads():
         ({"weight_scale": torch.zeros(127)}, ("weight_scale", "[127]", "[128]")),
         ({"weight_scale": torch.zeros(128).half()}, ("weight_scale is float16", "float32")),
         ({"bias": torch.zeros(64)}, ("bias", "[64]", "[128]")),
+        ({"bias": torch.zeros(128).int()}, ("bias is int32", "floating")),
+        ({"x": None}, ("x is of type NoneType", "a tensor")),
+        ({"group": 0}, ("group is 0", "at least 1")),
         ({"heads": 3}, ("heads is 3", "128")),
         ({"role": "value"}, ("role is 'value'", "'query' or 'key'")),
         ({"x_scale": torch.zeros(1, 150)}, ("x_scale is given", "not int8")),
@@ -126,7 +129,7 @@ def test_bad_input(change, words):
     good = {"x": torch.zeros(1, 150, 64), "weight_int8": torch.zeros(128, 64, dtype=torch.int8),
             "weight_scale": torch.zeros(128), "heads": 2, "role": "query"}  # fmt: skip
     arguments = {k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in (good | change).items()}
-    if arguments["x"].dtype == torch.float32:
+    if arguments["x"] is not None and arguments["x"].dtype == torch.float32:
         arguments["x"] = arguments["x"].half()
     with pytest.raises(ValueError, match=r".") as caught:
         int8_linear_qk(**arguments)
@@ -147,3 +150,24 @@ def test_pairs_that_do_not_belong_together():
     with pytest.raises(ValueError, match="return_lse is True"):
         int8_attention(pair, value, return_lse=True)
     assert quantize_qk(value, value).layout.rotation != pair.layout.rotation
+
+
+def test_scales_of_any_strides():
+    x = torch.randn(1, 70, 64, device=DEVICE).half()
+    weight, scale = layer(128, 64)
+    apart = torch.stack([scale, 9 * scale], 1)[:, 0]
+    for role in ("query", "key"):
+        sides = [int8_linear_qk(x, weight, s, heads=2, role=role) for s in (scale, apart)]
+        assert torch.equal(sides[0].values, sides[1].values)
+        assert torch.equal(sides[0].scale, sides[1].scale)
+
+
+def test_a_mask_of_other_heads_than_the_query_has():
+    x = torch.randn(1, 70, 64, device=DEVICE).half()
+    mask = torch.randn(1, 4, 1, 70, device=DEVICE)
+    key = int8_linear_qk(x, *layer(64, 64), heads=2, role="key", group=2, attn_mask=mask)
+    join_qk(int8_linear_qk(x, *layer(128, 64), heads=4, role="query"), key)
+    for heads in (2, 8):
+        query = int8_linear_qk(x, *layer(32 * heads, 64), heads=heads, role="query")
+        with pytest.raises(ValueError, match=f"query has {heads} heads; expected 4"):
+            join_qk(query, key)

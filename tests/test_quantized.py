@@ -15,7 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sdpa_router import UnsupportedError, int8_attention, quantize_qk
+from sdpa_router import quantized as quantized_module
+from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for
 from sdpa_router.kernels.int8_attention.limits import fp8_unavailable
+from sdpa_router.testing import relative_error, sdpa_oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -151,6 +154,11 @@ def test_under_compile_the_graph_breaks_and_the_answer_stays():
         ({"return_lse": True}, ("return_lse is True", "lse=True")),
         ({"pv": "fp8"}, ("pv is fp8", "quantize_qk")),
         ({"out": torch.zeros(1, 2, 70, 63)}, ("out is", "[1, 2, 70, 64]")),
+        ({"precision": "high"}, ("precision is high", "auto")),
+        ({"is_causal": "no"}, ("is_causal is of type str", "True or False")),
+        ({"value": "ones"}, ("value is of type str", "a tensor")),
+        ({"attn_mask": "ones"}, ("attn_mask is of type str", "a tensor")),
+        ({"attn_mask": torch.ones(131, dtype=torch.bool)}, ("attn_mask is another bool [131]", "was quantised with")),
     ],
 )
 def test_bad_calls(options, words):
@@ -158,7 +166,7 @@ def test_bad_calls(options, words):
     mask = torch.rand(1, 1, 1, 131, device=DEVICE) > 0.4
     quantized = quantize_qk(query, key, mask)
     options = {k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in options.items()}
-    if "value" in options and options["value"] is not None and options["value"].dtype == torch.float32:
+    if torch.is_tensor(options.get("value")) and options["value"].dtype == torch.float32:
         options["value"] = options["value"].half()
     given = options.pop("value", value)
     with pytest.raises(ValueError, match=r".") as caught:
@@ -174,6 +182,50 @@ def test_a_mask_written_to_since_is_another_one():
     mask[..., 3] = -1.0
     with pytest.raises(ValueError, match="attn_mask is another"):
         int8_attention(quantized, value, attn_mask=mask)
+
+
+def test_the_rows_of_a_full_mask_are_another_mask_than_its_first():
+    query, key, value = draw()
+    full = torch.rand(1, 1, 70, 131, device=DEVICE) > 0.4
+    quantized = quantize_qk(query, key, full[:, :, :1])
+    with pytest.raises(ValueError, match="attn_mask is another"):
+        int8_attention(quantized, value, attn_mask=full)
+
+
+def test_a_key_beside_a_quantised_one_is_refused():
+    query, key, value = draw()
+    with pytest.raises(ValueError, match="key and value are given"):
+        int8_attention(quantize_qk(query, key), key, value)
+
+
+def quantized_for(monkeypatch, config, *args, **options):
+    """As quantize_qk() makes it on another device."""
+    with monkeypatch.context() as patched:
+        patched.setattr(quantized_module, "choose_config", lambda *_: config)
+        return quantize_qk(*args, **options)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there it is the device's own")
+@pytest.mark.parametrize("config", [HOPPER_GLUON[64], HOPPER_GLUON[128], config_for(90, 64)])
+def test_what_another_device_quantised_is_read_by_its_layout(monkeypatch, config):
+    query, key, value = draw()
+    mask = torch.rand(1, 1, 1, 131) > 0.4
+    quantized = quantized_for(monkeypatch, config, query, key, mask, lse=True)
+    out, lse = int8_attention(quantized, value, return_lse=True)
+    exact, exact_lse = sdpa_oracle(query, key, value, mask)
+    assert relative_error(out, exact) < 0.0125
+    assert (lse - exact_lse).abs().max() < 0.05
+    mask[..., 7] = True
+    with pytest.raises(ValueError, match="was written to since"):
+        int8_attention(quantized, value)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there it is the device's own")
+def test_a_value_in_the_order_of_another_kernel_is_refused(monkeypatch):
+    query, key, value = draw()
+    quantized = quantized_for(monkeypatch, HOPPER_GLUON[64], query, key, value=value)
+    with pytest.raises(ValueError, match="value was quantised for another kernel"):
+        int8_attention(quantized)
 
 
 def test_what_the_kernel_can_not_answer_is_refused_before_anything_runs():
@@ -195,12 +247,13 @@ def test_what_the_kernel_can_not_answer_is_refused_before_anything_runs():
         ({"key_scale": torch.zeros(1, 2, 5)}, ("key_scale", "[1, 2, 5]")),
         ({"key": torch.zeros(1, 2, 192, 32, dtype=torch.int8)}, ("key's width is 32", "64")),
         ({"query": torch.zeros(1, 2, 70, 64)}, ("query is torch.float32", "torch.int8")),
+        ({"key_shift": torch.zeros(1, 2, 64, device="meta")}, ("key_shift's device is meta", "")),
     ],
 )
 def test_parts_that_do_not_fit(change, words):
     query, key, _ = draw()
     quantized = quantize_qk(query, key)
-    change = {k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in change.items()}
+    change = {k: v.to(DEVICE) if torch.is_tensor(v) and v.device.type != "meta" else v for k, v in change.items()}
     with pytest.raises(ValueError, match=r".") as caught:
         dataclasses.replace(quantized, **change)
     assert all(word in str(caught.value) for word in words), caught.value

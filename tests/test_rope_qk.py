@@ -161,6 +161,40 @@ def test_two_segments_across_heads():
     assert torch.equal(int8_attention(same, value), int8_attention(whole, value))
 
 
+@pytest.mark.parametrize("split", [0, 90])
+def test_a_segment_may_be_empty(split):
+    query, key, value = draw(1, 2, 90, 32), draw(1, 2, 90, 32), draw(1, 2, 90, 32)
+    weights = tuple(torch.rand(32, device=DEVICE) + 0.5 for _ in range(2))
+    parts = [(x[:, :, :split], x[:, :, split:]) for x in (query, key)]
+    one = weights[0] if split else weights[1]
+    tables = angles(90, 32)
+    same, whole = (
+        rms_rope_quantize(*pair, *tables, interleaved=True, eps=1e-6)
+        for pair in ((*parts, weights, weights), (query, key, one, one))
+    )
+    assert torch.equal(int8_attention(same, value), int8_attention(whole, value))
+
+
+def test_a_norm_across_heads_shows_in_any_weight():
+    query, key, value = draw(1, 2, 40, 32), draw(1, 2, 40, 32), draw(1, 2, 40, 32)
+    query[:, 0] *= 9
+    weight = torch.rand(64, device=DEVICE) + 0.5
+    check(query, key, value, (torch.ones_like(weight), weight), (None, None), interleaved=True, eps=1e-6)
+    options = {"interleaved": True, "eps": 1e-6}
+    expected = rms_rope_quantize(query, key, torch.ones_like(weight), weight, None, None, **options)
+    assert torch.equal(rms_rope_quantize(query, key, None, weight, None, None, **options).query_scale,
+                       expected.query_scale)  # fmt: skip
+    parts = [(x[:, :, :9], x[:, :, 9:]) for x in (query, key)]
+    pair = rms_rope_quantize(*parts, None, (None, weight), None, None, **options)
+    assert torch.equal(pair.query_scale, expected.query_scale)
+
+
+def test_a_head_of_zeros_under_a_norm_across_heads_without_eps():
+    query, key, value = draw(1, 3, 40, 32), draw(1, 3, 40, 32), draw(1, 3, 40, 32)
+    query[:, 1], key[:, 2] = 0, 0
+    check(query, key, value, (None, None), (None, None), interleaved=True, eps=0.0, across_heads=True)
+
+
 def test_masked_keys_count_for_nothing():
     query, key, value = draw(1, 2, 64, 64), draw(1, 2, 300, 64, offset=1.0), draw(1, 2, 300, 64)
     mask = torch.rand(1, 1, 1, 300, device=DEVICE) > 0.5
@@ -249,10 +283,19 @@ GOOD = {"interleaved": True, "eps": 1e-6}
         ({"sin": torch.zeros(40, 31)}, ("sin is", "[40, 31]", "[40, 64]")),
         ({"cos": torch.zeros(40, 32, dtype=torch.complex64)}, ("cos is complex64", "floating")),
         ({"sin": None}, ("sin is None", "cos is given")),
+        ({"cos": 1.0}, ("cos is of type float", "a tensor")),
+        ({"key_sin": torch.zeros(40, 32)}, ("key_cos is None", "key_sin is given")),
+        ({"cos": None, "sin": None, "key_cos": torch.zeros(40, 32)}, ("key_cos or key_sin is given", "cos is None")),
         ({"rotary_dim": 33}, ("rotary_dim is 33", "even")),
+        ({"rotary_dim": 64.0}, ("rotary_dim is 64.0", "even")),
+        ({"eps": math.nan}, ("eps is nan", "at least 0")),
+        ({"eps": -1.0}, ("eps is -1.0", "at least 0")),
+        ({"eps": "1"}, ("eps is '1'", "finite number")),
+        ({"query_weight": "ones"}, ("query_weight is of type str", "floating tensor")),
+        ({"key_weight": torch.ones(64, dtype=torch.int32)}, ("key_weight is int32", "floating tensor")),
         ({"rotary_dim": 66}, ("rotary_dim is 66", "64")),
         ({"query_weight": torch.ones(63)}, ("query_weight is [63]", "[64]")),
-        ({"key_weight": torch.ones(128)}, ("key_weight is [128]", "[64]")),
+        ({"key_weight": torch.ones(127)}, ("key_weight is [127]", "[64]")),
         ({"query_weight": torch.ones(64), "eps": None}, ("query_weight", "eps is None")),
         ({"query_weight": (torch.ones(64), None)}, ("query_weight has 2 parts", "expected 1")),
         ({"key": torch.zeros(1, 2, 41, 64).half()}, ("key_cos is None", "41 keys", "40 queries")),

@@ -135,6 +135,9 @@ def _normed_and_rotated(
         squares = tl.sum(a * a + b * b, 1)
         if ACROSS and RSTD is not None:
             rstd = tl.load(RSTD + rows, mask=keep, other=0.0)
+        elif ACROSS:
+            # Goes out again with the whole one: a head that is zero must not make it infinite where eps is 0.
+            rstd = tl.math.rsqrt(tl.maximum(squares * (1.0 / D) + eps, 1e-30))
         else:
             rstd = tl.math.rsqrt(squares * (1.0 / D) + eps)
     else:

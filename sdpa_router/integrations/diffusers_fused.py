@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ..api import int8_attention
-from ..decide import Call, decide
+from ..choose import choose
+from ..decide import Call
 from ..record import sight
 from ..rope_qk import rms_rope_quantize
 from ..settings import OFF, active_name, settings_of
@@ -63,8 +64,6 @@ def _blocks(module: nn.Module) -> Iterable[tuple[str, Any]]:
 class _Fused:
     """A processor in the place of `plain`; what diffusers sets on it goes there."""
 
-    norms: tuple[str, ...] = ("norm_q", "norm_k")
-
     def __init__(self, plain: Any) -> None:
         self.plain = plain
 
@@ -87,15 +86,24 @@ class _Fused:
     @classmethod
     def why_not(cls, block: Any) -> str | None:
         """Why this block can't be fused, from what it is made of."""
-        for name in cls.norms:
+        for name in cls.norms_of(block):
             norm: Any = getattr(block, name, None)
             if type(norm).__name__ not in _NORMS:
                 return f"{name} is {type(norm).__name__}, not RMSNorm"
             if norm.eps is None or getattr(norm, "bias", None) is not None:
                 return f"{name} has no eps of its own, or a bias"
+            if norm.eps != block.norm_q.eps:
+                return f"{name}'s eps is {norm.eps}, and norm_q's {block.norm_q.eps}"
+            if norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__:
+                return f"{name} has hooks, or a forward that somebody has put there"
         if getattr(block, "fused_projections", False):
             return "its projections are fused"
         return None
+
+    @classmethod
+    def norms_of(cls, block: Any) -> tuple[str, ...]:
+        """Names of the norms that the fused path computes itself."""
+        return ("norm_q", "norm_k")
 
     def answers(
         self, attn: Any, hidden_states: torch.Tensor, head_dim: int, lengths: tuple[int, int], mask: torch.Tensor | None
@@ -106,7 +114,11 @@ class _Fused:
             return False
         if self.plain._attention_backend is not None or self.plain._parallel_config is not None:
             return False
-        if torch.is_autocast_enabled(hidden_states.device.type) or settings_of(name).pv not in ("auto", "16bit"):
+        settings = settings_of(name)
+        if torch.is_autocast_enabled(hidden_states.device.type) or settings.pv not in ("auto", "16bit"):
+            return False
+        # A skip may read the tensors, and there are none yet; another backend may answer where int8 raises.
+        if settings.skip is not None or settings.on_error != "raise" or self.why_not(attn) is not None:
             return False
         if torch.is_grad_enabled() and (hidden_states.requires_grad or any(p.requires_grad for p in attn.parameters())):
             return False
@@ -128,7 +140,7 @@ def _routed(
         for length in (q_len, kv_len)
     )
     call, settings = Call(query, key, key, mask), settings_of(name)
-    decision = decide(call, settings)
+    decision = choose(call, settings)
     if decision.routed:
         facts = (query.shape, key.shape, query.dtype, query.device, mask is None or (mask.shape, mask.stride()))
         sight(("fused", name, facts, str(decision)), call, decision, settings).tick()
@@ -142,6 +154,8 @@ def _attend(
     norms: tuple[Any, ...],
     angles: _Pair | None,
     mask: torch.Tensor | None,
+    *,
+    across_heads: bool,
 ) -> torch.Tensor:
     """[B, S, H * D] from query, key (or text and image of them) before their norms and value, all [B, H, S, D]."""
     norm_q, norm_k, *added = norms
@@ -156,6 +170,7 @@ def _attend(
         interleaved=True,
         eps=norm_q.eps,
         attn_mask=mask,
+        across_heads=across_heads,
         precision=settings_of(active_name()).precision,
     )
     return int8_attention(quantized, value).transpose(1, 2).flatten(2, 3)
@@ -197,7 +212,8 @@ class FusedWan(_Fused):
             for layer, x in ((attn.to_q, hidden_states), (attn.to_k, source), (attn.to_v, source))
         )
         angles = None if rotary_emb is None else (rotary_emb[0][:, :, 0], rotary_emb[1][:, :, 0])
-        out = _attend(query, key, value, (attn.norm_q, attn.norm_k), angles, attention_mask)
+        norms = (attn.norm_q, attn.norm_k)
+        out = _attend(query, key, value, norms, angles, attention_mask, across_heads=True)
         return attn.to_out[1](attn.to_out[0](out))  # type: ignore[no-any-return]
 
 
@@ -205,15 +221,10 @@ class FusedFlux(_Fused):
     """For FluxAttnProcessor: a norm for each head, pairs interleaved, text before image where the block has both."""
 
     @classmethod
-    def why_not(cls, block: Any) -> str | None:
-        """Why this block can't be fused."""
-        if block.added_kv_proj_dim is not None:
-            added = [getattr(block, name) for name in ("norm_added_q", "norm_added_k")]
-            if any(type(norm).__name__ not in _NORMS or norm.eps != block.norm_q.eps for norm in added):
-                return "norm_added_q or norm_added_k is not an RMSNorm with the eps of norm_q"
-        if block.norm_k.eps != block.norm_q.eps:
-            return f"norm_k's eps is {block.norm_k.eps}, and norm_q's {block.norm_q.eps}"
-        return super().why_not(block)
+    def norms_of(cls, block: Any) -> tuple[str, ...]:
+        """Names of the norms, with those of the text."""
+        added = () if block.added_kv_proj_dim is None else ("norm_added_q", "norm_added_k")
+        return (*super().norms_of(block), *added)
 
     def __call__(
         self,
@@ -236,12 +247,14 @@ class FusedFlux(_Fused):
         query, key, value = (_heads(layer(hidden_states), attn.heads) for layer in (attn.to_q, attn.to_k, attn.to_v))
         norms: tuple[Any, ...] = (attn.norm_q, attn.norm_k)
         if encoder_hidden_states is None:
-            return _attend(query, key, value, norms, image_rotary_emb, attention_mask)
+            return _attend(query, key, value, norms, image_rotary_emb, attention_mask, across_heads=False)
         layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         text_query, text_key, text_value = (_heads(layer(encoder_hidden_states), attn.heads) for layer in layers)
         value = torch.cat([text_value.transpose(1, 2), value.transpose(1, 2)], 1).transpose(1, 2)
         norms = (*norms, attn.norm_added_q, attn.norm_added_k)
-        out = _attend((text_query, query), (text_key, key), value, norms, image_rotary_emb, attention_mask)
+        out = _attend(
+            (text_query, query), (text_key, key), value, norms, image_rotary_emb, attention_mask, across_heads=False
+        )
         image_out = attn.to_out[1](attn.to_out[0](out[:, text_len:].contiguous()))
         return image_out, attn.to_add_out(out[:, :text_len].contiguous())
 
