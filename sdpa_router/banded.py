@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, overload
 
@@ -131,6 +132,7 @@ def banded_attention(
 def flatten(windows: Sequence[Window], q_len: int, kv_len: int) -> tuple[int, ...]:
     """Windows as plain numbers (kernels.sparse_attention.windows.parse() reads them); raises ValueError if wrong."""
     numbers: list[int] = []
+    windows = whole(windows)
     for start, stop, keys in windows:
         if not 0 <= start < stop <= q_len:
             raise ValueError(f"a window has queries {start} to {stop}; accepted: a range within 0 to {q_len}")
@@ -149,6 +151,21 @@ def flatten(windows: Sequence[Window], q_len: int, kv_len: int) -> tuple[int, ..
         _disjoint("keys of one window", [(r[0], r[1]) for r in keys])
     _disjoint("queries of windows", [(window[0], window[1]) for window in windows])
     return tuple(numbers)
+
+
+def whole(windows: Sequence[Window]) -> list[Window]:
+    """Windows of plain integers; raises ValueError for anything else, says nothing about ranges."""
+    index = operator.index
+    try:
+        return [
+            Window(index(start), index(stop), tuple(KeyRange(*[index(number) for number in given]) for given in keys))
+            for start, stop, keys in windows
+        ]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"windows are {type(windows).__name__}; accepted: a list of Window(start, stop, keys) of whole numbers, "
+            "where keys is a tuple of KeyRange(start, stop, fade_in, fade_out)"
+        ) from None
 
 
 def _disjoint(what: str, ranges: list[tuple[int, int]]) -> None:

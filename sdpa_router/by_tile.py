@@ -38,11 +38,12 @@ def worth_a_look(decision: Decision, call: Call) -> bool:
 
 def counts_of(call: Call, may_summarise: bool) -> tuple[TileCounts | None, bool]:
     """Counts of the tiles of the call's mask if they are known or can be found out now; whether the mask was known."""
-    from .mask_summary import recall, summarised
+    from .mask_summary import full_view, recall, summarised
 
     mask = call.attn_mask
     if mask is None or mask.is_inference() or _capturing(mask):
         return None, False
+    mask = full_view(mask, call.key.shape[2])
     found = recall(mask)
     if found is None:
         return (summarised(mask).counts() if may_summarise else None), False

@@ -10,7 +10,7 @@ from . import run
 from .decide import Call, decide_kernel, kernel_against
 from .decision import Code, Decision, MaskKind, Reason, Route, UnsupportedError
 from .mask import classify_mask, key_view
-from .mask_summary import full_view, summarised
+from .mask_summary import full_view, summary_of
 
 TREAT_AS = ("full", "key")
 
@@ -55,7 +55,8 @@ def dense_mask_attention(
 
     query [B, H, Q, D], key and value [B, Hkv, K, D] with H a multiple of Hkv, fp16 or bf16, D up to 256.
     attn_mask: as SDPA takes it, broadcasting to [B, H, Q, K]; axes of size 1 or stride 0 are never expanded. It is
-    summarised at its first sight, in one pass on the device; a mask that was written to is summarised anew.
+    summarised at its first sight, in one pass on the device; a mask that was written to is summarised anew. Writes
+    that torch doesn't count, as those through `.data` or NumPy, are not seen: clone() such a mask for each state.
     treat_as: "full", or "key" for the outer product of which keys and which queries are valid (padded text): which keys
     count is then taken from the mask's columns, and rows that see no key answer 0. It is on the caller that the mask is
     such a product, or additive with rows that are equal or masked altogether: that is not checked.
@@ -77,9 +78,12 @@ def dense_mask_attention(
     if info.kind is MaskKind.PER_KEY:
         answer = run.int8(query, key, value, attn_mask, False, scale, "auto", "auto", return_lse=return_lse)
     elif treat_as == "key":
-        answer = _by_key(query, key, value, full_view(attn_mask), scale, return_lse)
+        answer = _by_key(query, key, value, full_view(attn_mask, key.shape[2]), scale, return_lse)
     else:
-        answer = run.by_tile(query, key, value, full_view(attn_mask), summarised(attn_mask).summary, scale, return_lse)
+        mask = full_view(attn_mask, key.shape[2])
+        # What is remembered of a mask can't be traced: in a graph of torch.compile this is a break.
+        summary = torch.compiler.disable(summary_of)(mask) if torch.compiler.is_dynamo_compiling() else summary_of(mask)
+        answer = run.by_tile(query, key, value, mask, summary, scale, return_lse)
     return answer if return_lse else answer[0]
 
 

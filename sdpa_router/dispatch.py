@@ -169,7 +169,8 @@ def _answer(
         sighting = _by_its_tiles(sighting, call)
         if sighting.decision.routed:
             sighting.tick()
-            return run.by_tile(query, key, value, full_view(attn_mask), summarised(attn_mask).summary, scale, False)[0]
+            mask = full_view(attn_mask, key.shape[2])
+            return run.by_tile(query, key, value, mask, summarised(mask).summary, scale, False)[0]
     return _ask(sighting, attention, call)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .banded import Window, bias_of
+from .banded import Window, bias_of, flatten
 from .decision import TileCounts
 from .kernels.sparse_attention.limits import H200, estimate_ms, torch_ms
 from .mask_summary import full_view
@@ -108,13 +108,13 @@ def tile_kinds(
         mask = mask_or_windows
         if not 2 <= mask.dim() <= 4 or not (mask.dtype == torch.bool or mask.is_floating_point()) or not mask.numel():
             raise ValueError(f"the mask is {mask.dtype} {list(mask.shape)}; accepted: bool or floating, [.., Q, K]")
-        mask = full_view(mask.detach())[0, 0].cpu()
+        mask = full_view(mask.detach(), mask.shape[-1])[0, 0].cpu()
         if tiles:
             if mask.dtype != torch.bool:
                 raise ValueError(f"the tile mask is {mask.dtype}; accepted: bool, True where a tile is attended")
             return torch.where(mask, KEPT, SKIPPED).to(torch.uint8), (mask.shape[0] * TILE, mask.shape[1] * TILE)
         return _of_mask(mask), (mask.shape[0], mask.shape[1])
-    windows = list(mask_or_windows)
+    windows = list(mask_or_windows) if isinstance(mask_or_windows, Sequence) else []
     if not windows or not all(isinstance(window, Window) for window in windows):
         raise ValueError("given neither a tensor nor windows; accepted: a mask, or a list of Window of at least one")
     return _of_windows(windows)
@@ -139,7 +139,8 @@ def _of_mask(mask: torch.Tensor) -> torch.Tensor:
 
 def _of_windows(windows: list[Window]) -> tuple[torch.Tensor, tuple[int, int]]:
     q_len = max(window.stop for window in windows)
-    kv_len = max(last for window in windows for _, last, *_ in window.keys)
+    kv_len = max((last for window in windows for _, last, *_ in window.keys), default=0)
+    flatten(windows, q_len, kv_len)  # raises ValueError for ranges that are none
     kinds = torch.full((-(-q_len // TILE), -(-kv_len // TILE)), SKIPPED, dtype=torch.uint8)
     for window in windows:
         row = _of_mask(bias_of(window, kv_len)[0, 0])[0]

@@ -50,9 +50,10 @@ _known: dict[Hashable, Summarised] = {}
 _lock = threading.Lock()
 
 
-def full_view(mask: torch.Tensor) -> torch.Tensor:
-    """View a mask of rank 2 to 4 as [1 or B, 1 or H, Q, K]."""
-    return mask[(None,) * (4 - mask.dim())]
+def full_view(mask: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """View a mask of rank 2 to 4 as [1 or B, 1 or H, Q, K]; one number for all keys of a row gets stride 0."""
+    view = mask[(None,) * (4 - mask.dim())]
+    return view if view.shape[3] == kv_len else view.expand(-1, -1, -1, kv_len)
 
 
 def _identity(mask: torch.Tensor) -> Hashable | None:
@@ -73,11 +74,14 @@ def recall(mask: torch.Tensor) -> Summarised | None:
 
 
 def summarised(mask: torch.Tensor) -> Summarised:
-    """Return the summary of `mask`, [Q, K] with up to two axes in front; one pass over it the first time."""
+    """Return the summary of `mask`, [Q, K] with up to two axes in front; one pass over it the first time.
+
+    The last axis must be as long as the keys are: full_view() sees to that.
+    """
     found = recall(mask)
     if found is not None:
         return found
-    made = Summarised(full_view(mask))
+    made = Summarised(full_view(mask, mask.shape[-1]))
     identity = _identity(mask)
     if identity is not None:
         with _lock:
@@ -87,6 +91,11 @@ def summarised(mask: torch.Tensor) -> Summarised:
                 del _known[next(iter(_known))]
             _known[identity] = made
     return made
+
+
+def summary_of(mask: torch.Tensor) -> Summary:
+    """Return the tensors of summarised()."""
+    return summarised(mask).summary
 
 
 def forget() -> None:

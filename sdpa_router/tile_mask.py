@@ -9,7 +9,8 @@ import torch
 
 TILE = 64
 
-_converted: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}  # tile masks of BlockMask objects that are alive
+# Tile masks of BlockMask objects that are alive, and the versions that their tensors had.
+_converted: dict[int, tuple[weakref.ref[Any], tuple[int, ...], torch.Tensor]] = {}
 
 
 def tile_mask(
@@ -21,7 +22,7 @@ def tile_mask(
     integers, or a FlexAttention BlockMask.  validate: whether values on a GPU are checked too, which synchronises.
     """
     if hasattr(block_mask, "kv_num_blocks") and hasattr(block_mask, "kv_indices"):
-        tiles = _of_flex(block_mask)
+        tiles = _of_flex(block_mask, q_len, kv_len)
     elif isinstance(block_mask, torch.Tensor):
         tiles = _of_bool(block_mask, q_len, kv_len, block)
     elif isinstance(block_mask, (tuple, list)) and len(block_mask) == 2:
@@ -83,16 +84,23 @@ def _of_lists(indices: Any, counts: Any, q_len: int, kv_len: int, block: int, va
     return _split(mask[..., :nk], block)
 
 
-def _of_flex(block_mask: Any) -> torch.Tensor:
-    """A BlockMask's blocks; converted once an object, where its counts are read, which synchronises."""
-    kept = _converted.get(id(block_mask))
-    if kept is not None and kept[0]() is block_mask:
-        return kept[1]
+def _of_flex(block_mask: Any, q_len: int, kv_len: int) -> torch.Tensor:
+    """A BlockMask's blocks; its counts are read, which synchronises, once an object unless it is written to."""
     sizes = block_mask.BLOCK_SIZE
     size = sizes if isinstance(sizes, (tuple, list)) else (sizes, sizes)
     if len(set(size)) != 1 or size[0] % TILE:
         raise ValueError(f"the BlockMask has blocks of {tuple(size)}; accepted: square blocks of a multiple of {TILE}")
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
+    rows, columns = indices.shape[-2:]
+    if (rows, columns) != (-(-q_len // size[0]), -(-kv_len // size[0])):
+        raise ValueError(
+            f"the BlockMask has {rows} by {columns} blocks of {size[0]}; accepted: {-(-q_len // size[0])} by "
+            f"{-(-kv_len // size[0])}, for {q_len} queries and {kv_len} keys"
+        )
+    versions = _versions(block_mask)
+    kept = _converted.get(id(block_mask))
+    if kept is not None and kept[0]() is block_mask and kept[1] == versions:
+        return kept[2]
     name = getattr(block_mask.mask_mod, "__name__", "mask_mod")
     if name != "noop_mask" and bool((counts > 0).any()):
         raise ValueError(
@@ -100,7 +108,6 @@ def _of_flex(block_mask: Any) -> torch.Tensor:
             "empty (BlockMask.from_kv_blocks without a mask_mod), or the mask as a tensor for attn_mask of "
             "scaled_dot_product_attention"
         )
-    rows, columns = indices.shape[-2:]
     blocks = _of_lists(indices, counts, rows * size[0], columns * size[0], size[0], False)
     if block_mask.full_kv_num_blocks is not None:
         full = _of_lists(
@@ -108,14 +115,29 @@ def _of_flex(block_mask: Any) -> torch.Tensor:
         )
         blocks = blocks | full
     number = id(block_mask)
-    _converted[number] = (weakref.ref(block_mask, lambda _: _converted.pop(number, None)), blocks)
+    if versions:
+        _converted[number] = (weakref.ref(block_mask, lambda _: _converted.pop(number, None)), versions, blocks)
     return blocks
+
+
+def _versions(block_mask: Any) -> tuple[int, ...]:
+    """What changes when the lists of a BlockMask do; empty where nothing tells."""
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    lists = [tensor for tensor in (getattr(block_mask, name) for name in names) if tensor is not None]
+    if any(tensor.is_inference() for tensor in lists):
+        return ()  # such tensors count no versions
+    return tuple(number for tensor in lists for number in (id(tensor), tensor._version))
 
 
 def valid_keys(sizes: Any, kv_len: int, device: torch.device, validate: bool) -> torch.Tensor:
     """Return which keys count, bool [1, 1, 1, K], from the valid ones of each tile of 64, integers [ceil(K / 64)]."""
     count = -(-kv_len // TILE)
-    valid_sizes: torch.Tensor = sizes if isinstance(sizes, torch.Tensor) else torch.tensor(sizes)
+    try:
+        valid_sizes: torch.Tensor = sizes if isinstance(sizes, torch.Tensor) else torch.tensor(sizes)
+    except (TypeError, ValueError, RuntimeError):  # torch raises any of them for what is no rectangle of numbers
+        raise ValueError(
+            f"valid_sizes is {_name(sizes)}; accepted: integers [{count}], one for each key tile"
+        ) from None
     if valid_sizes.is_floating_point() or valid_sizes.dtype == torch.bool or valid_sizes.shape != (count,):
         raise ValueError(f"valid_sizes is {_name(valid_sizes)}; accepted: integers [{count}], one for each key tile")
     on_host = valid_sizes.device.type == "cpu"

@@ -122,6 +122,13 @@ def test_video_windows_cover_each_row_once_and_end_where_the_video_does():
         ([Window(0, 10, (KeyRange(0, 50, 30, 30),))], "fade over 30 and 30; accepted: numbers from 0 .* at most 50"),
         ([Window(0, 10, (KeyRange(0, 50), KeyRange(49, 60)))], "keys of one window overlap: 0 to 50 and 49 to 60"),
         ([Window(0, 10, (KeyRange(0, 50),)), Window(9, 20, (KeyRange(0, 50),))], "queries of windows overlap"),
+        ([Window(0.0, 10, (KeyRange(0, 50),))], r"windows are list; accepted: a list of Window\(start, stop, keys\)"),
+        ([Window(0, 10, (KeyRange(0, 50.5),))], "accepted: a list of Window"),
+        ([Window(0, 10, (0, 50))], "accepted: a list of Window"),
+        ([(0, 10)], "accepted: a list of Window"),
+        (Window(0, 10, (KeyRange(0, 50),)), "windows are Window; accepted: a list of Window"),
+        (torch.ones(100, 150) > 0, "windows are Tensor; accepted: a list of Window"),
+        (None, "windows are NoneType"),
     ],
 )
 def test_bad_windows(windows, message):

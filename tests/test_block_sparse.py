@@ -175,6 +175,29 @@ def test_a_mask_mod_that_masks_in_part_is_refused():
         block_sparse_attention(query, key, value, made)
 
 
+def flex_mask(rows, columns):
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    indices, counts = lists_of(torch.ones(1, 1, rows, columns, dtype=torch.bool, device=DEVICE))
+    return flex.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128)
+
+
+@pytest.mark.parametrize("blocks", [(1, 2), (2, 1), (3, 2), (2, 3)])
+def test_a_block_mask_of_another_size_is_refused(blocks):
+    inputs = draw(200, 256)
+    match = rf"the BlockMask has {blocks[0]} by {blocks[1]} blocks of 128; accepted: 2 by 2"
+    with pytest.raises(ValueError, match=match):
+        block_sparse_attention(*inputs, flex_mask(*blocks))
+
+
+def test_a_block_mask_that_is_written_to_is_converted_again():
+    inputs, block_mask = draw(256, 256), flex_mask(2, 2)
+    block_sparse_attention(*inputs, block_mask)
+    block_mask.kv_num_blocks[0, 0, 0] = 0
+    tiles = torch.tensor([[False, False], [True, True]], device=DEVICE)
+    again = block_sparse_attention(*inputs, block_mask, return_lse=True)
+    check(*inputs, expand(tiles, 256, 256, 128)[None, None], again)
+
+
 def test_the_stand_in_for_fastvideo():
     query, key, value = draw(256, 256, 128, dtype=torch.bfloat16)
     sizes = torch.tensor([64, 7, 31, 64], device=DEVICE)
@@ -217,6 +240,8 @@ INDICES, COUNTS = lists_of(TILES)
         ({"valid_sizes": [64, 65, 64]}, "valid_sizes reach from 64 to 65; accepted: 0 to 64"),
         ({"valid_sizes": [64, 64]}, r"accepted: integers \[3\]"),
         ({"valid_sizes": [1.0, 2.0, 3.0]}, "valid_sizes is torch.float32"),
+        ({"valid_sizes": "abc"}, r"valid_sizes is str; accepted: integers \[3\]"),
+        ({"valid_sizes": [[64], [64, 2], [1]]}, r"valid_sizes is list; accepted: integers \[3\]"),
         ({"block": 32}, "block is 32; accepted: a multiple of 64"),
     ],
 )

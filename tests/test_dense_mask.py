@@ -85,6 +85,19 @@ def test_rows_of_the_lowest_number_are_the_mean_of_the_values():
     assert relative_error(out[:, :, 70], inputs[2].double().mean(2)) < BUDGET
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [(), (2, 1), (1, 2)])
+def test_one_number_for_all_keys_of_a_row(rows, dtype):
+    inputs = gaussian(2, 2, 130, 200, 64, device=DEVICE)
+    mask = torch.randn(*rows, 130, 1, device=DEVICE)
+    mask = mask > 0 if dtype == torch.bool else torch.where(mask > 1, -math.inf, mask).to(dtype)
+    for treat_as in ("full", "key") if dtype == torch.bool else ("full",):
+        out, lse = dense_mask_attention(*inputs, mask, return_lse=True, treat_as=treat_as)
+        check(inputs, mask[(None,) * (4 - mask.dim())], (out, lse))
+    shorter = (inputs[0], inputs[1][:, :, :70], inputs[2][:, :, :70])  # the same memory, for other keys
+    check(shorter, mask[(None,) * (4 - mask.dim())], dense_mask_attention(*shorter, mask, return_lse=True))
+
+
 def test_nan_and_infinity_stay_in_their_rows():
     inputs = gaussian(1, 2, 130, 200, 64, device=DEVICE)
     mask = torch.randn(1, 1, 130, 200, device=DEVICE)
@@ -157,6 +170,15 @@ def test_masks_made_in_inference_mode_are_not_remembered():
         mask = torch.ones(64, 64, dtype=torch.bool, device=DEVICE)
         summarised(mask)
         assert recall(mask) is None
+
+
+def test_a_graph_of_torch_compile_sees_what_the_mask_holds_now():
+    inputs = gaussian(1, 2, 130, 200, 64, device=DEVICE)
+    mask = torch.rand(130, 200, device=DEVICE) < 0.5
+    compiled = torch.compile(dense_mask_attention, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(*inputs, mask), dense_mask_attention(*inputs, mask))
+        mask.logical_not_()
 
 
 def test_other_masks_and_what_is_refused():

@@ -60,6 +60,9 @@ def test_what_is_no_mask():
         (torch.zeros(5, 5, dtype=torch.int32), "int32"),
         ([], "neither a tensor nor windows"),
         ([1, 2], "neither a tensor nor windows"),
+        (None, "neither a tensor nor windows"),
+        ([Window(0, 5, ())], "has no keys"),
+        ([Window(0, 5, (KeyRange(9, 4),))], "keys 9 to 4"),
     ):
         with pytest.raises(ValueError, match=message):
             plot_mask(wrong)
