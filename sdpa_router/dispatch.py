@@ -52,14 +52,19 @@ class Turn(Enum):
 TORCH = Turn.TORCH  # asking the class for it takes longer
 
 
-def dispatch(name: str, attention: run.Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | Turn:
+def dispatch(
+    name: str, attention: run.Attention, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> torch.Tensor | Turn:
     """Answer a call with SDPA's arguments under the settings `name`, or return whose turn it is.
 
+    kwargs: None where args are all eight, in the order of a Call.
     A decision is recalled by everything that it depends on: from the call that followed the last one before, or else
     from those with a key of this size (recent.py), or else by a signature. Arguments that are not SDPA's are torch's
     turn: it says so.
     """
-    if kwargs or len(args) != 3:
+    if kwargs is None:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = args
+    elif kwargs or len(args) != 3:
         try:
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = bound(*args, **kwargs)
         except TypeError:
@@ -236,7 +241,10 @@ def _by_its_tiles(sighting: Sighting, call: Call) -> Sighting:
 
 def under_foreign_mode() -> bool:
     """Whether a TorchFunctionMode other than torch.device() as a context is on: it may answer in torch's place."""
-    stack = map(torch._C._get_function_stack_at, range(_modes()))
+    depth = _modes()
+    if not depth:
+        return False
+    stack = map(torch._C._get_function_stack_at, range(depth))
     return any(type(mode) is not DeviceContext for mode in stack)
 
 
