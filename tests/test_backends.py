@@ -304,6 +304,17 @@ def test_a_broken_package_says_so_in_its_own_words(monkeypatch, tmp_path):
     assert "OSError: libcudart.so.13: cannot open shared object file" in reason.detail
 
 
+@pytest.mark.parametrize("body", ["import sys; sys.exit(3)", "raise RuntimeError", "sageattn = 5", "x ="])
+def test_however_a_package_breaks_it_is_a_reason(monkeypatch, tmp_path, body):
+    (tmp_path / "sageattention.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sageattention", raising=False)
+    (reason,) = choose(Call(*draw()), Settings(backends=("sage",))).reasons
+    assert reason.code is Code.PACKAGE
+    assert "sageattention can't be used" in reason.detail
+    assert ": ;" not in reason.detail
+
+
 def test_a_function_of_another_signature_is_a_reason(monkeypatch):
     stand_ins.install(monkeypatch, "sageattention", sageattn=lambda q, k, v, **kwargs: q)
     (reason,) = choose(Call(*draw()), Settings(backends=("sage",))).reasons

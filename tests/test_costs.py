@@ -343,7 +343,8 @@ def record_lines(*events):
 def first(query, key, mask="none", dtype="bfloat16", **arguments):
     tensor = {"strides": [], "dtype": dtype, "device": "cuda:0"}
     signature = {"query": {"shape": query, **tensor}, "key": {"shape": key, **tensor}, "is_causal": False, **arguments}
-    return {"event": "first", "signature": signature, "mask": {"kind": mask}}
+    said = {"backend": "int8", "phase": "eager", "detail": "", "caller": "", "reasons": [], "notes": []}
+    return {"event": "first", "signature": signature, "mask": {"kind": mask}, **said}
 
 
 def test_shapes_of_a_recorded_run(tmp_path):
@@ -355,6 +356,8 @@ def test_shapes_of_a_recorded_run(tmp_path):
             first([1, 8, 64, 32], [1, 8, 64, 32], dtype="float16", is_causal=True),
             first([1, 8, 64, 32], [1, 8, 64, 32], dtype="float32"),
             first([8, 64, 32], [8, 64, 32]),
+            first([1, 8, 64, 32], [1, 3, 64, 32]),
+            first([1, 8, None, 32], [1, 8, None, 32]),
             first([1, 1, 2**15, 32], [1, 1, 2**15, 32], "full"),
             {"event": "totals", "calls": 7},
         )
