@@ -15,7 +15,7 @@ from torch.utils._device import DeviceContext
 from . import run
 from .backends.base import BackendLimits, find_backend
 from .by_tile import PATIENCE, counts_of, refine
-from .choose import choose
+from .choose import choose, failure
 from .decide import Call, call_against, decide, mask_cast_note, needs_mask_cast, reasons_against
 from .decision import Code, Decision, MaskKind, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
@@ -184,12 +184,17 @@ def _ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tens
         if sighting.instead is not None:
             sighting = sighting.instead
             continue
-        backend = find_backend(sighting.decision.backend)
-        reasons = tuple(backend.reasons_now(call)) if backend.reasons_now is not None else ()
-        if reasons:
-            sighting = _without(sighting, call, reasons)
+        try:
+            backend = find_backend(sighting.decision.backend)
+        except KeyError:  # another thread has unregistered it just now
+            gone = Reason(Code.PACKAGE, f"no backend {sighting.decision.backend!r}", "one that is registered")
+            sighting = _without(sighting, call, (gone,))
             continue
         try:
+            reasons = tuple(backend.reasons_now(call)) if backend.reasons_now is not None else ()
+            if reasons:
+                sighting = _without(sighting, call, reasons)
+                continue
             out = run.backend(backend, call, sighting.settings, attention)
         except Exception as error:
             if sighting.settings.on_error == "raise":
@@ -197,8 +202,7 @@ def _ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tens
                 _attach(error, sighting.decision)
                 raise
             logger.warning("%s failed, the next backend answers from now on: %s", backend.name, error)
-            failed = Reason(Code.BACKEND_FAILED, f"{type(error).__name__}: {error}", "an answer")
-            sighting.instead = _without(sighting, call, (failed,))
+            sighting.instead = _without(sighting, call, (failure(error),))
             continue
         sighting.tick()
         return out
