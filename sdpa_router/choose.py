@@ -66,10 +66,10 @@ def _against(name: str, call: Call, settings: Settings, table: Table | None) -> 
         return (Reason(Code.PACKAGE, f"no backend {name!r}", "one that is registered"),)
     try:
         reasons = tuple(backend.reasons_against(call, settings))
-    except Exception as error:
+    except Exception as raised:
         if settings.on_error == "raise":
             raise
-        reasons = (failure(error),)
+        reasons = (failure(raised),)
     if name == "int8" and settings.backends != FASTEST:
         reasons += tuple(short(call, settings))
     if settings.max_error is not None:

@@ -176,6 +176,8 @@ def test_the_command_explains_any_order(capsys):
     assert told == {"comfy": ["full_mask", "mask_blind"], "fa3": ["mask"]}
     assert cli.main(["explain", *shapes[:4], "--backends", "comfy,fa3,torch"]) == 0
     assert capsys.readouterr().out.startswith("comfy (mask: none)")
+    assert cli.main(["explain", *shapes[:4], "--backends", "comfy, fa3, torch"]) == 0
+    assert capsys.readouterr().out.startswith("comfy (mask: none)")
     with pytest.raises(SystemExit):
         cli.main(["explain", *shapes, "--backends", "nobody"])
     assert "accepted: 'fastest' or different names" in capsys.readouterr().err
