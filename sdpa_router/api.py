@@ -44,14 +44,15 @@ def scaled_dot_product_attention(
     NaN or +inf in a mask gives NaN in the rows that see it, on both routes.
     """
     torch_attention = run.torch_attention()
-    args, kwargs = (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
-    answer = dispatch(active_name(), torch_attention, args, kwargs)
+    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    answer = dispatch(active_name(), torch_attention, arguments, None)
     if not isinstance(answer, Turn):
         return answer
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if answer is Turn.UNUSUAL or (not torch.compiler.is_dynamo_compiling() and under_foreign_mode()):
-        return as_if_absent(torch_attention, args, kwargs)
-    return run.native(call, torch_attention, cast_mask=False)
+        return as_if_absent(torch_attention, arguments[:6], {"scale": scale, "enable_gqa": enable_gqa})
+    if scale is None and enable_gqa is False:
+        return torch_attention(query, key, value, attn_mask, dropout_p, is_causal)
+    return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 @overload

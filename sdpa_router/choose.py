@@ -14,7 +14,7 @@ from .decide import Call, decide, is_regular, mask_cast_note, mask_info, not_wan
 from .decision import Code, Decision, MaskKind, Reason, Route
 from .settings import FASTEST, Settings
 
-__all__ = ["choose"]
+__all__ = ["choose", "failure"]
 
 # So much closer estimates are no difference, and torch rounds least.
 _TIE = 1.02
@@ -64,7 +64,12 @@ def _against(name: str, call: Call, settings: Settings, table: Table | None) -> 
         backend = find_backend(name)
     except KeyError:
         return (Reason(Code.PACKAGE, f"no backend {name!r}", "one that is registered"),)
-    reasons = tuple(backend.reasons_against(call, settings))
+    try:
+        reasons = tuple(backend.reasons_against(call, settings))
+    except Exception as raised:
+        if settings.on_error == "raise":
+            raise
+        reasons = (failure(raised),)
     if name == "int8" and settings.backends != FASTEST:
         reasons += tuple(short(call, settings))
     if settings.max_error is not None:
@@ -73,6 +78,11 @@ def _against(name: str, call: Call, settings: Settings, table: Table | None) -> 
             given = "not known" if error is None else round(error, 4)
             reasons += (Reason(Code.ERROR_CLASS, given, f"at most {settings.max_error}"),)
     return reasons
+
+
+def failure(error: Exception) -> Reason:
+    """Return the reason that a backend raised `error`."""
+    return Reason(Code.BACKEND_FAILED, f"{type(error).__name__}: {error}", "an answer")
 
 
 def _error_class(backend: Backend, table: Table | None) -> float | None:

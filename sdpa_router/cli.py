@@ -239,6 +239,8 @@ def _report(arguments: argparse.Namespace) -> int:
 
     if not (arguments.text or arguments.output):
         arguments.parser.error("given neither -o nor --text, accepted: -o FILE.html, --text, or both")
+    if arguments.output and arguments.output.exists() and arguments.output.samefile(arguments.run_file):
+        arguments.parser.error(f"given -o {arguments.output}, the recorded run itself, accepted: another file")
     try:
         run = read_run(arguments.run_file)
     except ValueError as error:

@@ -16,7 +16,7 @@ import torch
 from .decide import Call
 from .patch import enter, leave, stay_installed
 from .selection import Patterns, borders, check_module, excluded, may_attend, switches
-from .settings import BACKENDS, OFF, Settings, activate, active_name, intern, settings_of, traced_as_constant
+from .settings import BACKENDS, OFF, Settings, activate, active_name, in_order, intern, settings_of, traced_as_constant
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -81,7 +81,7 @@ class route(_Region):  # noqa: N801 (used like a function)
         max_error: float | None = None,
         on_error: str = "raise",
     ) -> None:
-        chosen = backends if isinstance(backends, str) else tuple(backends)
+        chosen = in_order(backends)
         super().__init__(
             _name_of(on_unsupported, min_kv, pv, precision, skip, log, chosen, allow_mask_blind, max_error, on_error)
         )
@@ -164,7 +164,7 @@ def enable(
     >>> enable(pipe.transformer, skip=lambda call: call.query.shape[2] != call.key.shape[2])  # no cross-attention
     """
     check_module("enable", module)
-    chosen = backends if isinstance(backends, str) else tuple(backends)
+    chosen = in_order(backends)
     settings = Settings(on_unsupported, min_kv, pv, precision, skip, log, chosen, allow_mask_blind, max_error, on_error)
     outside = replace(settings, on_unsupported="fallback", skip=excluded)
     names = {"on": intern(settings), "off": intern(outside)}

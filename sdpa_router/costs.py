@@ -181,8 +181,11 @@ def read_table(path: Path) -> Table:
             raise ValueError(f"format {found['format']}, accepted: {FORMAT}")
         points = tuple(_point(dict(point)) for point in found["points"])
         errors = {name: {kind: float(e) for kind, e in kinds.items()} for name, kinds in found["errors"].items()}
+        known = [error for kinds in errors.values() for error in kinds.values()]
+        if not all(map(math.isfinite, known)) or min(known, default=0.0) < 0 or not all(errors.values()):
+            raise ValueError(f"given the errors {errors}, accepted: numbers of at least 0")
         return Table(points, errors, dict(found["facts"]), str(path))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -286,9 +289,13 @@ def _any_tuned() -> bool:
 
 @functools.cache
 def _tuned(index: int) -> Table | None:
-    path = table_path(facts_of(torch.device("cuda", index)))
+    facts = facts_of(torch.device("cuda", index))
+    path = table_path(facts)
     try:
-        return read_table(path)
+        table = read_table(path)
+        if table.facts != facts:
+            raise ValueError(f"it was measured with {dict(table.facts)}, here is {facts}")
+        return table
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -15,7 +15,7 @@ from torch.utils._device import DeviceContext
 from . import run
 from .backends.base import BackendLimits, find_backend
 from .by_tile import PATIENCE, counts_of, refine
-from .choose import choose
+from .choose import choose, failure
 from .decide import Call, call_against, decide, mask_cast_note, needs_mask_cast, reasons_against
 from .decision import Code, Decision, MaskKind, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
@@ -52,14 +52,19 @@ class Turn(Enum):
 TORCH = Turn.TORCH  # asking the class for it takes longer
 
 
-def dispatch(name: str, attention: run.Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | Turn:
+def dispatch(
+    name: str, attention: run.Attention, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> torch.Tensor | Turn:
     """Answer a call with SDPA's arguments under the settings `name`, or return whose turn it is.
 
+    kwargs: None where args are all eight, in the order of a Call.
     A decision is recalled by everything that it depends on: from the call that followed the last one before, or else
     from those with a key of this size (recent.py), or else by a signature. Arguments that are not SDPA's are torch's
     turn: it says so.
     """
-    if kwargs or len(args) != 3:
+    if kwargs is None:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = args
+    elif kwargs or len(args) != 3:
         try:
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = bound(*args, **kwargs)
         except TypeError:
@@ -180,12 +185,17 @@ def _ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tens
         if sighting.instead is not None:
             sighting = sighting.instead
             continue
-        backend = find_backend(sighting.decision.backend)
-        reasons = tuple(backend.reasons_now(call)) if backend.reasons_now is not None else ()
-        if reasons:
-            sighting = _without(sighting, call, reasons)
+        try:
+            backend = find_backend(sighting.decision.backend)
+        except KeyError:  # another thread has unregistered it just now
+            gone = Reason(Code.PACKAGE, f"no backend {sighting.decision.backend!r}", "one that is registered")
+            sighting = _without(sighting, call, (gone,))
             continue
         try:
+            reasons = tuple(backend.reasons_now(call)) if backend.reasons_now is not None else ()
+            if reasons:
+                sighting = _without(sighting, call, reasons)
+                continue
             out = run.backend(backend, call, sighting.settings, attention)
         except Exception as error:
             if sighting.settings.on_error == "raise":
@@ -193,8 +203,7 @@ def _ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tens
                 _attach(error, sighting.decision)
                 raise
             logger.warning("%s failed, the next backend answers from now on: %s", backend.name, error)
-            failed = Reason(Code.BACKEND_FAILED, f"{type(error).__name__}: {error}", "an answer")
-            sighting.instead = _without(sighting, call, (failed,))
+            sighting.instead = _without(sighting, call, (failure(error),))
             continue
         sighting.tick()
         return out
@@ -237,7 +246,10 @@ def _by_its_tiles(sighting: Sighting, call: Call) -> Sighting:
 
 def under_foreign_mode() -> bool:
     """Whether a TorchFunctionMode other than torch.device() as a context is on: it may answer in torch's place."""
-    stack = map(torch._C._get_function_stack_at, range(_modes()))
+    depth = _modes()
+    if not depth:
+        return False
+    stack = map(torch._C._get_function_stack_at, range(depth))
     return any(type(mode) is not DeviceContext for mode in stack)
 
 

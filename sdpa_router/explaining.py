@@ -95,7 +95,7 @@ def decide_for(arguments: argparse.Namespace) -> Decision:
         torch.empty(sizes, dtype=arguments.dtype, device="meta") for sizes in (key_shape, arguments.v or key_shape)
     )
     attn_mask = _make_mask(arguments.mask, arguments.mask_dtype, arguments.q, key_shape)
-    names = FASTEST if arguments.backends == FASTEST else tuple(arguments.backends.split(","))
+    names = FASTEST if arguments.backends == FASTEST else tuple(name.strip() for name in arguments.backends.split(","))
     call = Call(query, key, value, attn_mask, arguments.dropout, arguments.causal, enable_gqa=arguments.gqa)
     return choose(call, Settings(backends=names))
 
@@ -121,7 +121,9 @@ def _make_mask(
 def as_text(decision: Decision) -> str:
     """Return the decision's line, then a line on each reason's cure."""
     lines = [str(decision)]
-    lines += [f"  {reason.code.value}: {reason.code.cure}" for reason in (*decision.reasons, *decision.notes)]
+    lines += dict.fromkeys(
+        f"  {reason.code.value}: {reason.code.cure}" for reason in (*decision.reasons, *decision.notes)
+    )
     return "\n".join([*lines, "(by shape alone: `sdpa-router info` tells what this machine can run)"])
 
 

@@ -21,7 +21,7 @@ def run_report(run: RunFile, output: Path | None, *, text: bool) -> int:
     if text:
         show(*as_text(run))
     if output is not None:
-        output.write_text(page(run), encoding="utf-8")
+        output.write_text(page(run), encoding="utf-8", errors="replace")
         show(f"wrote {output}: {summary(run)}")
     return 0
 

@@ -14,7 +14,7 @@ from .kernels.int8_attention import op as _op  # registers the operators
 from .kernels.int8_attention.configs import describable
 from .kernels.sparse_attention import op as _sparse_op  # noqa: F401 (registers more)
 from .mask import key_view
-from .settings import Settings
+from .settings import OFF, Settings, activate, active_name
 
 if TYPE_CHECKING:
     from .qk import QuantizedQK
@@ -106,12 +106,43 @@ def empty_outputs(query: torch.Tensor, *, lse: bool) -> tuple[torch.Tensor, torc
 
 
 def backend(chosen: Backend, call: Call, settings: Settings, attention: Attention) -> torch.Tensor:
-    """Answer `call` with a backend that was decided on, heads inside the sequence in memory where the query's are."""
-    out = chosen.run(call, settings, attention)
+    """Answer `call` with a backend that was decided on, heads inside the sequence in memory where the query's are.
+
+    Raises TypeError for what is no answer to this call, and whatever the backend raises.
+    """
+    outer = active_name()
+    activate(OFF)  # calls that it makes itself are torch's: routed ones would come back to it for ever
+    try:
+        out = chosen.run(call, settings, attention)
+    finally:
+        activate(outer)
     query = call.query
+    if not _fits(out, call):
+        raise TypeError(
+            f"backend {chosen.name!r} answered with {_described(out)}; accepted: a tensor "
+            f"{[*query.shape[:3], call.value.shape[3]]} of {query.dtype} on {query.device}, "
+            "with a contiguous last axis"
+        )
     if 0 < query.stride(1) < query.stride(2) and not 0 < out.stride(1) < out.stride(2):
         return out.transpose(1, 2).contiguous().transpose(1, 2)
     return out
+
+
+def _fits(out: object, call: Call) -> bool:
+    """Whether `out` is such a tensor as torch would answer `call` with."""
+    if not isinstance(out, torch.Tensor):
+        return False
+    query, shape, head_dim = call.query, out.shape, call.value.shape[-1]
+    # The usual answer needs no slice, which takes longer.
+    if (shape != query.shape or shape[-1] != head_dim) and shape != (*query.shape[:-1], head_dim):
+        return False
+    return out.dtype is query.dtype and out.device == query.device and (out.stride(-1) == 1 or head_dim <= 1)
+
+
+def _described(out: object) -> str:
+    if not isinstance(out, torch.Tensor):
+        return f"a {type(out).__name__}"
+    return f"{list(out.shape)} of {out.dtype} on {out.device} with strides {list(out.stride())}"
 
 
 def native(call: Call, attention: Attention, *, cast_mask: bool) -> torch.Tensor:

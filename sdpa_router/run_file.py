@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ import torch
 
 from .costs import Table, shipped_table, table_for
 from .decision import Code, Route
+from .run_events import Event, read_events
 from .tune import size_of_record
-
-Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,18 @@ class RunFile:
         """Number of attention calls."""
         return sum(row.count for row in self.rows)
 
-    @property
+    @functools.cached_property
     def by_time(self) -> bool:
         """Whether the time of every usual call is known; else shares are of operations."""
         return any(row.ms for row in self.rows) and all(row.total_ms is not None for row in self.rows if row.operations)
 
     def weight(self, row: Row) -> float:
         """Share of a row in all attention, 0 to 1, by time where that is known and else by operations."""
-        total = sum(map(self._weight, self.rows))
-        return self._weight(row) / total if total else 0.0
+        return self._weight(row) / self._total if self._total else 0.0
+
+    @functools.cached_property
+    def _total(self) -> float:
+        return sum(map(self._weight, self.rows))
 
     def _weight(self, row: Row) -> float:
         return (row.total_ms or 0.0) if self.by_time else row.operations
@@ -129,7 +132,7 @@ def cure_of(code: str) -> str:
 
 def read_run(path: Path) -> RunFile:
     """Read a recorded run; raises OSError, and ValueError for a file that is none."""
-    events = list(_events(path))
+    events = list(read_events(path))
     firsts = [event for event in events if event["event"] == "first"]
     if not firsts:
         raise ValueError(f"{path} holds no call: record with SDPA_ROUTER_JSONL={path} in the environment")
@@ -150,20 +153,6 @@ def read_run(path: Path) -> RunFile:
         rows[key] = _row(event, count, table) if found is None else replace(found, count=found.count + count)
     complete = all(event.get("pid") in ended and "number" in event for event in firsts)
     return RunFile(path, tuple(rows.values()), devices, complete)
-
-
-def _events(path: Path) -> Iterator[Event]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            event = json.loads(line)
-            if event["event"] == "first":
-                size_of_record(event)
-                _ = [event[name] for name in ("backend", "reasons", "notes", "phase", "detail", "caller")]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"line {number} of {path} is no record of a call ({type(error).__name__})") from error
-        yield event
 
 
 def _row(event: Event, count: int, table: Table | None) -> Row:

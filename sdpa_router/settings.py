@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -66,12 +66,10 @@ class Settings:
         self._check_backends()
 
     def _check_backends(self) -> None:
-        if isinstance(self.backends, list):
-            object.__setattr__(self, "backends", tuple(self.backends))
         names = () if self.backends == FASTEST else self.backends
         known = backend_names()
         if not isinstance(names, tuple) or not all(name in known for name in names) or len({*names}) < len(names):
-            accepted = f"{FASTEST!r} or different names out of {', '.join(known)}"
+            accepted = f"{FASTEST!r} or different names out of {', '.join(known)}, as a tuple in order"
             raise ValueError(f"backends is {self.backends!r}; accepted: {accepted}")
         if type(self.allow_mask_blind) is not bool:
             raise TypeError(f"allow_mask_blind is {self.allow_mask_blind!r}; accepted: True or False")
@@ -84,6 +82,11 @@ class Settings:
     def only_int8(self) -> bool:
         """Whether int8 and torch are all there is to choose from, by rules alone."""
         return self.backends == BACKENDS and self.max_error is None and self.on_error == "raise"
+
+
+def in_order(backends: str | Sequence[str]) -> str | tuple[str, ...]:
+    """Return `backends` as Settings keep them; what has no order, such as a set, is left for them to refuse."""
+    return tuple(backends) if isinstance(backends, (list, tuple)) else cast(str, backends)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

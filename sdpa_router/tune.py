@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import statistics
 import time
@@ -19,6 +18,7 @@ from . import run
 from .backends.base import TORCH, candidates, find_backend
 from .costs import Point, Size, Table, facts_of, table_path, tuned_table
 from .decide import Call, needs_mask_cast
+from .run_events import read_events
 from .settings import Settings
 from .testing import fade_bias, gaussian, outliers, relative_error, sdpa_oracle
 
@@ -70,15 +70,8 @@ def recorded_shapes(path: Path) -> list[Shape]:
 
     Raises OSError, and ValueError for a line that is no JSON or a file without such a call.
     """
-    found: dict[Shape, None] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            event = json.loads(line)
-            shape = _shape_of(event) if event.get("event") == "first" else None
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"line {number} of {path} is no record of a call: {error}") from error
-        if shape is not None:
-            found[shape] = None
+    events = (event for event in read_events(path) if event["event"] == "first")
+    found = {shape: None for event in events if (shape := _shape_of(event)) is not None}
     if not found:
         raise ValueError(f"{path} holds no call of fp16 or bf16 tensors of four axes")
     return list(found)
@@ -88,13 +81,14 @@ def size_of_record(record: Mapping[str, Any]) -> Size | None:
     """Return what the costs of a recorded call depend on, None for one of unusual tensors."""
     signature = record["signature"]
     query, key = signature["query"], signature["key"]
-    if len(query.get("shape", ())) != 4 or len(key.get("shape", ())) != 4 or 0 in (*query["shape"], *key["shape"]):
+    sizes, key_sizes = query.get("shape", ()), key.get("shape", ())
+    if len(sizes) != 4 or len(key_sizes) != 4 or not all((*sizes, *key_sizes)):  # None: unknown
         return None
-    batch, heads, q_len, head_dim = query["shape"]
+    batch, heads, q_len, head_dim = sizes
     mask = {"none": "none", "per_key": "key", "full": "full"}.get(record["mask"]["kind"])
     if mask is None:
         return None
-    return Size(batch, heads, q_len, key["shape"][2], head_dim, mask, signature["is_causal"] is True)
+    return Size(batch, heads, q_len, key_sizes[2], head_dim, mask, signature["is_causal"] is True)
 
 
 def _shape_of(record: Mapping[str, Any]) -> Shape | None:
@@ -104,7 +98,10 @@ def _shape_of(record: Mapping[str, Any]) -> Shape | None:
     dtype = dtypes.get(signature["query"].get("dtype", ""))
     if size is None or dtype is None or (size.mask == "full" and size.q_len * size.kv_len > _MOST_MASK):
         return None
-    return Shape(size, signature["key"]["shape"][1], dtype)
+    batch, kv_heads, _, head_dim = signature["key"]["shape"]
+    if (batch, head_dim) != (size.batch, size.head_dim) or size.heads % kv_heads:
+        return None  # torch raised, or broadcast
+    return Shape(size, kv_heads, dtype)
 
 
 def tune(shapes: list[Shape], device: torch.device, progress: Progress = lambda items: items) -> Table:

@@ -24,9 +24,9 @@ def run_tune(shapes_file: Path | None, *, quick: bool) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     began = time.perf_counter()
     tuned = tune(shapes, device, _bar)
-    path = write_table(tuned)
     measured = {shape.size for shape in shapes}
     show(as_text(Table(tuple(p for p in tuned.points if p.size in measured), tuned.errors)))
+    path = write_table(tuned)  # last: what was measured is shown even where it can't be written
     show(f"{len(shapes)} calls in {time.perf_counter() - began:.1f} s; written to {path}")
     return 0
 

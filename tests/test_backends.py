@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import json
 import logging
 import math
@@ -22,7 +24,8 @@ from sdpa_router.backends import base, comfy, fa3, sage, torch_sdpa
 from sdpa_router.backends.peers import entry_point, on_gpu
 from sdpa_router.choose import choose
 from sdpa_router.decide import Call, decide
-from sdpa_router.settings import intern
+from sdpa_router.integrations import comfyui, diffusers, transformers
+from sdpa_router.settings import active_name, intern, settings_of
 from sdpa_router.testing import relative_error, sdpa_oracle
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -119,7 +122,16 @@ def test_settings_that_do_not_exist(settings, error):
     (name,) = settings
     with pytest.raises(error, match=f"{name} is "):
         Settings(**settings)
-    assert Settings(backends=["int8"]).backends == ("int8",)
+    with route(backends=["int8"]):
+        assert settings_of(active_name()).backends == ("int8",)
+
+
+@pytest.mark.parametrize("backends", [None, 5, {"int8", "torch"}, {"int8": 1}, b"int8", "int8"])
+def test_backends_without_an_order_are_refused(backends):
+    with pytest.raises(ValueError, match="as a tuple in order"):
+        route(backends=backends)
+    with pytest.raises(ValueError, match="as a tuple in order"):
+        sdpa_router.enable(torch.nn.MultiheadAttention(8, 2), backends=backends)
 
 
 def test_not_wanted_holds_for_everyone(monkeypatch):
@@ -164,9 +176,24 @@ def test_the_command_explains_any_order(capsys):
     assert told == {"comfy": ["full_mask", "mask_blind"], "fa3": ["mask"]}
     assert cli.main(["explain", *shapes[:4], "--backends", "comfy,fa3,torch"]) == 0
     assert capsys.readouterr().out.startswith("comfy (mask: none)")
+    assert cli.main(["explain", *shapes[:4], "--backends", "comfy, fa3, torch"]) == 0
+    assert capsys.readouterr().out.startswith("comfy (mask: none)")
     with pytest.raises(SystemExit):
         cli.main(["explain", *shapes, "--backends", "nobody"])
     assert "accepted: 'fastest' or different names" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(sdpa_router.enable, diffusers.register, diffusers.patch, transformers.register),
+        *(comfyui.register, comfyui.attention_function, comfyui.patch_model),
+    ],
+    ids=lambda function: f"{function.__module__}.{function.__name__}",
+)
+def test_whoever_routes_takes_the_settings_of_route(function):
+    wanted, found = (inspect.signature(taker).parameters for taker in (route, function))
+    assert {name: found[name].default for name in wanted} == {name: wanted[name].default for name in wanted}
 
 
 # --- third parties
@@ -212,6 +239,9 @@ def test_what_can_not_be_registered(registered):
         base.register_backend("mine")
     with pytest.raises(TypeError, match="two functions"):
         base.register_backend(Backend("other", BackendLimits(), None, None))
+    for broken in (dataclasses.replace(mine("other"), limits=None), mine("other", now=5)):
+        with pytest.raises(TypeError, match="accepted"):
+            base.register_backend(broken)
     with pytest.raises(KeyError):
         base.unregister_backend("int8")
 
@@ -223,6 +253,39 @@ def test_an_unregistered_backend_is_a_reason(registered):
     decision = choose(Call(*draw()), settings)
     assert decision.backend == "sdpa"
     assert [reason.code for reason in decision.reasons] == [Code.PACKAGE]
+
+
+def test_who_is_registered_again_answers_again(registered):
+    registered(mine())
+    tensors = draw()
+    with route(backends=("mine",)):
+        for here in (True, False, True):
+            if not here:
+                base.unregister_backend("mine")
+            elif "mine" not in base._registered:
+                registered(mine())
+            with sdpa_router.record() as seen:
+                F.scaled_dot_product_attention(*tensors)
+            assert [record["backend"] for record in seen.records] == ["mine" if here else "sdpa"]
+
+
+def test_who_is_unregistered_by_another_thread_just_now_is_a_reason(registered):
+    registered(mine())
+    tensors = draw()
+    with route(backends=("mine",)):
+        F.scaled_dot_product_attention(*tensors)
+        del base._registered["mine"]  # the decision is known still
+        assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
+    assert stats()["routes"] == {"int8": 0, "sdpa": 1, "mine": 1}
+
+
+def test_calls_that_a_backend_makes_itself_are_torchs(registered):
+    registered(mine(run=lambda call, settings, attention: F.scaled_dot_product_attention(*call[:3])))
+    tensors = draw()
+    with route(backends=("mine",)):
+        assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
+        F.scaled_dot_product_attention(*tensors)
+    assert stats()["routes"] == {"int8": 0, "sdpa": 0, "mine": 2}
 
 
 def test_reasons_of_now_are_asked_at_every_call(registered):
@@ -273,6 +336,45 @@ def test_a_fallback_is_logged_once_and_stays(registered, caplog):
     assert "OutOfMemoryError: too large for me" in stats()["signatures"][-1]["detail"]
 
 
+WRONG_ANSWERS = {
+    "nothing": lambda query: None,
+    "a pair": lambda query: (query, query),
+    "rank": lambda query: query[0],
+    "length": lambda query: query[:, :, 1:],
+    "dtype": lambda query: query.double(),
+    "device": lambda query: query.to("meta"),
+    "last stride": lambda query: query.transpose(2, 3).contiguous().transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_ANSWERS)
+@pytest.mark.parametrize("on_error", ["raise", "fallback"])
+def test_what_is_no_answer_is_an_error_of_the_backend(registered, kind, on_error):
+    registered(mine(run=lambda call, settings, attention: WRONG_ANSWERS[kind](call.query)))
+    tensors = draw()
+    with route(backends=("mine",), on_error=on_error):
+        if on_error == "fallback":
+            assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
+        else:
+            with pytest.raises(TypeError, match=r"backend 'mine' answered with .*; accepted: a tensor") as caught:
+                F.scaled_dot_product_attention(*tensors)
+            assert caught.value.decision.backend == "mine"
+
+
+@pytest.mark.parametrize("where", ["reasons_against", "reasons_now"])
+def test_reasons_that_raise_are_errors_of_the_backend(registered, where):
+    def broken(*arguments):
+        raise LookupError("no such table")
+
+    registered(dataclasses.replace(mine(), **{where: broken}))
+    tensors = draw()
+    with route(backends=("mine",), on_error="fallback"):
+        assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
+    assert stats()["reasons"] == {Code.BACKEND_FAILED: 1}
+    with route(backends=("mine",)), pytest.raises(LookupError, match="no such table"):
+        F.scaled_dot_product_attention(*tensors)
+
+
 def test_raise_on_unsupported_counts_every_backend(registered):
     registered(mine(reasons=(Reason(Code.HEAD_DIM, 64, 8),)))
     with route(backends=("mine",), on_unsupported="raise"), pytest.raises(sdpa_router.UnsupportedError) as caught:
@@ -302,6 +404,17 @@ def test_a_broken_package_says_so_in_its_own_words(monkeypatch, tmp_path):
     (reason,) = choose(Call(*draw()), Settings(backends=("sage",))).reasons
     assert reason.code is Code.PACKAGE
     assert "OSError: libcudart.so.13: cannot open shared object file" in reason.detail
+
+
+@pytest.mark.parametrize("body", ["import sys; sys.exit(3)", "raise RuntimeError", "sageattn = 5", "x ="])
+def test_however_a_package_breaks_it_is_a_reason(monkeypatch, tmp_path, body):
+    (tmp_path / "sageattention.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sageattention", raising=False)
+    (reason,) = choose(Call(*draw()), Settings(backends=("sage",))).reasons
+    assert reason.code is Code.PACKAGE
+    assert "sageattention can't be used" in reason.detail
+    assert ": ;" not in reason.detail
 
 
 def test_a_function_of_another_signature_is_a_reason(monkeypatch):

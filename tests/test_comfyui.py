@@ -276,6 +276,9 @@ def test_registered_by_name(comfy):
     attention = comfy.REGISTERED_ATTENTION_FUNCTIONS["sdpa_router"]
     _, decisions = recorded(attention, *tensors(), HEADS, transformer_options={})
     assert decisions == [("int8", [])]
+    comfyui.register(min_kv=1, log=False, backends=("torch", "int8"))
+    _, decisions = recorded(comfy.REGISTERED_ATTENTION_FUNCTIONS["sdpa_router"], *tensors(), HEADS)
+    assert decisions == [("sdpa", [])]
     # A model's own override is asked, as with every attention function of ComfyUI.
     options = {OVERRIDE: lambda func, q, *args, **kwargs: q}
     _, decisions = recorded(attention, *tensors(), HEADS, transformer_options=options)

@@ -164,6 +164,12 @@ def test_other_versions_have_another_file(gpu, monkeypatch):
         json.dumps({**table().as_json(), "points": [{**Size(1, 1, 0, 1, 1)._asdict(), "ms": {}}]}),
         json.dumps({**table().as_json(), "points": [{**Size(1, 1, 1, 1, 1)._asdict(), "ms": {"int8": -1}}]}),
         json.dumps({**table().as_json(), "points": [{**Size(1, 1, 1, 1, 1, "odd")._asdict(), "ms": {}}]}),
+        json.dumps({**table().as_json(), "errors": {"int8": {"gaussian": float("nan")}}}),
+        json.dumps({**table().as_json(), "errors": {"int8": {"gaussian": -1}}}),
+        json.dumps({**table().as_json(), "errors": {"int8": {"gaussian": 10**400}}}),
+        json.dumps({**table().as_json(), "errors": {"int8": {}}}),
+        json.dumps({**table().as_json(), "facts": {"device": "another GPU"}}),
+        "[" * 10**5,
         "\xff\x00",
     ],
 )
@@ -194,7 +200,7 @@ def test_without_a_home_nothing_is_tuned(monkeypatch):
 
 def test_the_shipped_table_is_sound():
     shipped = costs.shipped_table("NVIDIA H200")
-    assert {"int8", "torch", "fa3", "comfy"} <= shipped.errors.keys()
+    assert {"int8", "torch", "fa3"} <= shipped.errors.keys()
     assert costs.shipped_table("NVIDIA GeForce") is None
     h3 = shipped.estimate(Size(1, 56, 4096, 33600, 128, "key"))
     assert h3["int8"] < h3["torch"]
@@ -343,7 +349,8 @@ def record_lines(*events):
 def first(query, key, mask="none", dtype="bfloat16", **arguments):
     tensor = {"strides": [], "dtype": dtype, "device": "cuda:0"}
     signature = {"query": {"shape": query, **tensor}, "key": {"shape": key, **tensor}, "is_causal": False, **arguments}
-    return {"event": "first", "signature": signature, "mask": {"kind": mask}}
+    said = {"backend": "int8", "phase": "eager", "detail": "", "caller": "", "reasons": [], "notes": []}
+    return {"event": "first", "signature": signature, "mask": {"kind": mask}, **said}
 
 
 def test_shapes_of_a_recorded_run(tmp_path):
@@ -355,6 +362,8 @@ def test_shapes_of_a_recorded_run(tmp_path):
             first([1, 8, 64, 32], [1, 8, 64, 32], dtype="float16", is_causal=True),
             first([1, 8, 64, 32], [1, 8, 64, 32], dtype="float32"),
             first([8, 64, 32], [8, 64, 32]),
+            first([1, 8, 64, 32], [1, 3, 64, 32]),
+            first([1, 8, None, 32], [1, 8, None, 32]),
             first([1, 1, 2**15, 32], [1, 1, 2**15, 32], "full"),
             {"event": "totals", "calls": 7},
         )
@@ -381,6 +390,10 @@ def test_tune_without_a_gpu_says_so(monkeypatch, capsys):
     assert "torch sees no GPU" in capsys.readouterr().out
 
 
+def read_only(*arguments, **options):
+    raise OSError("Read-only file system")
+
+
 def test_tune_writes_a_table_that_holds_from_then_on(monkeypatch, gpu, capsys):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(tune, "measure_errors", lambda device: {"int8": {"gaussian": 0.011}})
@@ -391,6 +404,13 @@ def test_tune_writes_a_table_that_holds_from_then_on(monkeypatch, gpu, capsys):
     captured = capsys.readouterr()
     assert "costs-a-gpu-" in captured.out
     assert "measuring" in captured.err, "the progress bar"
+    # What can't be written is shown all the same.
+    with monkeypatch.context() as patch:
+        patch.setattr(costs.Path, "mkdir", read_only)
+        assert cli.main(["tune", "--quick"]) == 2
+    captured = capsys.readouterr()
+    assert "head_dim" in captured.out
+    assert "can't write" in captured.err
     # What a later run measures is added to what was known.
     path = costs.folder() / "run.jsonl"
     path.write_text(record_lines(first([1, 8, 64, 32], [1, 8, 77, 32])))

@@ -115,12 +115,17 @@ def register_backend(backend: Backend) -> None:
         raise TypeError(f"register_backend() takes a Backend; given {type(backend).__name__}")
     if not callable(backend.reasons_against) or not callable(backend.run):
         raise TypeError(f"backend {backend.name!r} needs two functions, reasons_against and run")
-    if not re.fullmatch(r"[a-z][a-z0-9_-]*", backend.name):
+    if not isinstance(backend.limits, BackendLimits):
+        raise TypeError(f"limits of backend {backend.name!r} is {backend.limits!r}; accepted: BackendLimits")
+    if backend.reasons_now is not None and not callable(backend.reasons_now):
+        raise TypeError(f"reasons_now of backend {backend.name!r} is {backend.reasons_now!r}; accepted: a function")
+    if not isinstance(backend.name, str) or not re.fullmatch(r"[a-z][a-z0-9_-]*", backend.name):
         raise ValueError(f"the name is {backend.name!r}; accepted: lower-case letters, digits, - and _")
     with _lock:
         if backend.name in (*backend_names(), *_RESERVED):
             raise ValueError(f"a backend {backend.name!r} is there already; unregister_backend() removes one of yours")
         _registered[backend.name] = backend
+    _judge_anew()  # it may be back, under settings that named it before
 
 
 def unregister_backend(name: str) -> None:
@@ -130,6 +135,10 @@ def unregister_backend(name: str) -> None:
     """
     with _lock:
         del _registered[name]
+    _judge_anew()
+
+
+def _judge_anew() -> None:
     from ..record import judge_anew  # record imports the settings, which import this module
 
     judge_anew()

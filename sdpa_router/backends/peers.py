@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,13 +31,13 @@ def entry_point(module: str, name: str, needs: tuple[str, ...]) -> EntryPoint:
     A package that fails to import gives its error's own words.
     """
     try:
-        if importlib.util.find_spec(module) is None:
+        if sys.modules.get(module) is None and importlib.util.find_spec(module) is None:
             return EntryPoint(None, why=f"{module} is not installed")
         function = getattr(importlib.import_module(module), name)
         parameters = frozenset(inspect.signature(function).parameters)
-    except Exception as error:  # importing somebody's package may raise anything: it becomes the reason
-        text = (str(error).strip().splitlines() or [""])[0]
-        return EntryPoint(None, why=f"{module} can't be used: {type(error).__name__}: {text}")
+    except (Exception, SystemExit) as error:  # importing somebody's package may raise anything: it becomes the reason
+        said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+        return EntryPoint(None, why=f"{module} can't be used: {said}")
     if missing := [parameter for parameter in needs if parameter not in parameters]:
         return EntryPoint(None, why=f"{module}.{name}() has no parameter {', '.join(missing)}")
     return EntryPoint(function, parameters)

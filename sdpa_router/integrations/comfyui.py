@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from ..context import route
 from ..decide import Call
-from ..settings import ON_UNSUPPORTED
+from ..settings import BACKENDS, ON_UNSUPPORTED
 
 NAME = "sdpa_router"
 SUPPORTED = "a ComfyUI whose comfy.ldm.modules.attention has wrap_attn and attention_pytorch (September 2025 or newer)"
@@ -34,6 +34,10 @@ def attention_function(
     precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
+    backends: str | Sequence[str] = BACKENDS,
+    allow_mask_blind: bool = False,
+    max_error: float | None = None,
+    on_error: str = "raise",
 ) -> Attention:
     """Make an attention function with ComfyUI's signature; the settings are those of route().
 
@@ -43,9 +47,18 @@ def attention_function(
     Raises ImportError where there is no ComfyUI, or one that can't be served.
     """
     torch_attention: Attention = _comfy_attention().attention_pytorch
-    routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, precision=precision, skip=skip, log=log)(
-        torch_attention
-    )
+    routed = route(
+        on_unsupported=on_unsupported,
+        min_kv=min_kv,
+        pv=pv,
+        precision=precision,
+        skip=skip,
+        log=log,
+        backends=backends,
+        allow_mask_blind=allow_mask_blind,
+        max_error=max_error,
+        on_error=on_error,
+    )(torch_attention)
     native = route(skip=_always, log=log)(torch_attention)
 
     def attention_sdpa_router(
@@ -82,6 +95,10 @@ def register(
     precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
+    backends: str | Sequence[str] = BACKENDS,
+    allow_mask_blind: bool = False,
+    max_error: float | None = None,
+    on_error: str = "raise",
 ) -> None:
     """Put attention_function() among ComfyUI's attention functions as "sdpa_router", where other nodes can choose it.
 
@@ -89,7 +106,16 @@ def register(
     """
     comfy = _comfy_attention()
     attention = attention_function(
-        on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, precision=precision, skip=skip, log=log
+        on_unsupported=on_unsupported,
+        min_kv=min_kv,
+        pv=pv,
+        precision=precision,
+        skip=skip,
+        log=log,
+        backends=backends,
+        allow_mask_blind=allow_mask_blind,
+        max_error=max_error,
+        on_error=on_error,
     )
     comfy.REGISTERED_ATTENTION_FUNCTIONS.pop(NAME, None)
     comfy.register_attention_function(NAME, comfy.wrap_attn(attention))
@@ -109,6 +135,10 @@ def patch_model(
     precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
+    backends: str | Sequence[str] = BACKENDS,
+    allow_mask_blind: bool = False,
+    max_error: float | None = None,
+    on_error: str = "raise",
 ) -> Any:
     """Return a clone of a ComfyUI model (a ModelPatcher) whose attention is routed; `model` itself stays as it is.
 
@@ -119,7 +149,16 @@ def patch_model(
     if not callable(getattr(model, "clone", None)) or not isinstance(getattr(model, "model_options", None), dict):
         raise TypeError(f"given {type(model).__name__}; accepted: a ComfyUI model (ModelPatcher)")
     attention = attention_function(
-        on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, precision=precision, skip=skip, log=log
+        on_unsupported=on_unsupported,
+        min_kv=min_kv,
+        pv=pv,
+        precision=precision,
+        skip=skip,
+        log=log,
+        backends=backends,
+        allow_mask_blind=allow_mask_blind,
+        max_error=max_error,
+        on_error=on_error,
     )
     patched = model.clone()
     options = dict(patched.model_options.get("transformer_options", {}))

@@ -6,7 +6,7 @@ a backend (SD3, Sana, PixArt, the U-Nets), and no other model sees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..context import route
 from ..decide import Call
 from ..dispatch import Turn, dispatch
 from ..lse import attention_with_lse
-from ..settings import OFF, Settings, active_name, intern
+from ..settings import BACKENDS, OFF, Settings, active_name, in_order, intern
 from .diffusers_parallel import Arguments, attend_in_parallel
 
 NAME = "sdpa_router"
@@ -37,6 +37,10 @@ def register(
     precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
+    backends: str | Sequence[str] = BACKENDS,
+    allow_mask_blind: bool = False,
+    max_error: float | None = None,
+    on_error: str = "raise",
 ) -> None:
     """Make "sdpa_router" a name for set_attention_backend() and attention_backend(); the settings are those of route().
 
@@ -53,7 +57,11 @@ def register(
     >>> pipe.transformer.set_attention_backend("sdpa_router")
     """
     global _registered
-    name = intern(Settings(on_unsupported, min_kv, pv, precision, skip, log))
+    name = intern(
+        Settings(
+            on_unsupported, min_kv, pv, precision, skip, log, in_order(backends), allow_mask_blind, max_error, on_error
+        )
+    )
     parts = _parts()
     if NAME not in parts.names._value2member_map_:
         _add_member(parts.names)
@@ -83,6 +91,10 @@ def patch(
     precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
+    backends: str | Sequence[str] = BACKENDS,
+    allow_mask_blind: bool = False,
+    max_error: float | None = None,
+    on_error: str = "raise",
 ) -> None:
     """Run every diffusers model inside route() with these settings, future ones too; autoencoders stay native.
 
@@ -91,15 +103,28 @@ def patch(
     Raises ImportError for a diffusers that can't be served.
     """
     global _patched
-    name = intern(Settings(on_unsupported, min_kv, pv, precision, skip, log))
+    name = intern(
+        Settings(
+            on_unsupported, min_kv, pv, precision, skip, log, in_order(backends), allow_mask_blind, max_error, on_error
+        )
+    )
     model = _parts().model
     if model.__call__ is not _routed_call:
         _calls.previous = model.__dict__.get("__call__")
         model.__call__ = _routed_call
     _calls.native = _calls.previous or torch.nn.Module.__call__
-    _calls.routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, precision=precision, skip=skip, log=log)(
-        _calls.native
-    )
+    _calls.routed = route(
+        on_unsupported=on_unsupported,
+        min_kv=min_kv,
+        pv=pv,
+        precision=precision,
+        skip=skip,
+        log=log,
+        backends=backends,
+        allow_mask_blind=allow_mask_blind,
+        max_error=max_error,
+        on_error=on_error,
+    )(_calls.native)
     _patched = name
 
 

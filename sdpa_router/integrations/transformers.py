@@ -6,7 +6,7 @@ Attention alone would not do: for a name without a mask function transformers ma
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ..context import route
 from ..decide import Call, reasons_against
-from ..settings import Settings
+from ..settings import BACKENDS, Settings, in_order
 
 NAME = "sdpa_router"
 SUPPORTED = "5.0 or newer (tested: 5.0.0 and 5.24.0)"
@@ -30,6 +30,10 @@ def register(
     precision: str = "auto",
     skip: Callable[[Call], bool] | None = None,
     log: bool = True,
+    backends: str | Sequence[str] = BACKENDS,
+    allow_mask_blind: bool = False,
+    max_error: float | None = None,
+    on_error: str = "raise",
 ) -> None:
     """Make attn_implementation="sdpa_router" known to transformers; the settings are those of route().
 
@@ -41,9 +45,22 @@ def register(
     >>> register()
     >>> model = AutoModel.from_pretrained(path, attn_implementation="sdpa_router")
     """
-    settings = Settings(on_unsupported, min_kv, pv, precision, skip, log)
+    settings = Settings(
+        on_unsupported, min_kv, pv, precision, skip, log, in_order(backends), allow_mask_blind, max_error, on_error
+    )
     parts = _parts()
-    routed = route(on_unsupported=on_unsupported, min_kv=min_kv, pv=pv, precision=precision, skip=skip, log=log)
+    routed = route(
+        on_unsupported=on_unsupported,
+        min_kv=min_kv,
+        pv=pv,
+        precision=precision,
+        skip=skip,
+        log=log,
+        backends=backends,
+        allow_mask_blind=allow_mask_blind,
+        max_error=max_error,
+        on_error=on_error,
+    )
     parts.attention_interface.register(NAME, _attention(settings, routed, parts.sdpa_attention_forward))
     parts.mask_interface.register(NAME, _mask(parts.sdpa_mask, parts.bidirectional_mask_function))
 
