@@ -240,31 +240,59 @@ def _wrap(module: torch.nn.Module, name: str, path: str) -> None:
     if scope is not None and scope.is_of_another(module):
         _unwrap(module, scope)
         scope = None
-    if scope is not None and _is_in_place(module, scope):
+    if scope is not None and _place_of(module, scope) is not None:
         scope.name, scope.path = name, path
         return
     if scope is not None:
         scope.name = OFF  # somebody has replaced the forward since, and may still call what enable() had made of it
-    scope = _Scope(name, "forward" in module.__dict__, path, weakref.ref(module))
-    forward = functools.partial(_routed_forward, scope, module.forward)
+    holder, key = _places(module)[0]
+    forward = holder.get(key, module.forward)
+    scope = _Scope(name, key in holder, path, weakref.ref(module))
     module.__dict__[_SCOPE] = scope
-    module.__dict__["forward"] = functools.update_wrapper(forward, module.forward)
+    holder[key] = functools.update_wrapper(functools.partial(_routed_forward, scope, forward), forward)
 
 
 def _unwrap(module: torch.nn.Module, scope: _Scope) -> None:
     module.__dict__.pop(_SCOPE, None)
     if not scope.is_of_another(module):
         scope.name = OFF
-    if _is_in_place(module, scope):
-        if scope.had_forward:
-            module.__dict__["forward"] = module.__dict__["forward"].args[1]
+    place = _place_of(module, scope)
+    if place is not None:
+        holder, key = place
+        if scope.had_forward or holder is not module.__dict__ or key != "forward":
+            holder[key] = holder[key].args[1]
         else:
-            del module.__dict__["forward"]
+            del holder[key]
 
 
-def _is_in_place(module: torch.nn.Module, scope: _Scope) -> bool:
-    forward = module.__dict__.get("forward")
-    return isinstance(forward, functools.partial) and forward.args[:1] == (scope,)
+_Place = tuple[dict[str, Any], str]
+
+
+def _places(module: torch.nn.Module) -> list[_Place]:
+    """List where a forward of `module` may lie, as (attributes, name), the innermost one first.
+
+    Hooks of accelerate and diffusers keep the forward that they found and put it back when they are removed, which
+    diffusers' offloading does after each run of a pipeline: what stood over them would be lost.
+    """
+    attributes = module.__dict__
+    places: list[_Place] = [(attributes, "forward")]
+    registry = attributes.get("_diffusers_hook")
+    if getattr(registry, "_module_ref", None) is module:
+        for reference in reversed(registry._fn_refs):  # type: ignore[union-attr]
+            found = "forward" if reference.original_forward is None else "original_forward"
+            places.insert(0, (vars(reference), found))
+    if "_hf_hook" in attributes and "_old_forward" in attributes:
+        places.insert(0, (attributes, "_old_forward"))
+    return places
+
+
+def _place_of(module: torch.nn.Module, scope: _Scope) -> _Place | None:
+    """Return where what enable() made of the forward lies, None if somebody else has replaced it."""
+    for holder, key in _places(module):
+        forward = holder.get(key)
+        if isinstance(forward, functools.partial) and forward.args[:1] == (scope,):
+            return holder, key
+    return None
 
 
 class _Scope:

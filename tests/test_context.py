@@ -7,6 +7,7 @@ import functools
 import inspect
 import pickle
 import threading
+import types
 import warnings
 
 import pytest
@@ -643,3 +644,74 @@ def test_an_enabled_module_with_a_named_skip_can_be_pickled():
     twin = pickle.loads(pickle.dumps(module))
     twin(X)
     assert calls() == 1
+
+
+class _Accelerate:
+    """What accelerate's add_hook_to_module() and remove_hook_from_module() do to a module."""
+
+    @staticmethod
+    def add(module):
+        module._hf_hook, module._old_forward = object(), module.forward
+        new_forward = functools.partial(lambda hooked, *args: hooked._old_forward(*args), module)
+        module.forward = functools.update_wrapper(new_forward, module._old_forward)
+
+    @staticmethod
+    def remove(module):
+        module.forward = module._old_forward
+        del module._hf_hook, module._old_forward
+
+
+class _Diffusers:
+    """What diffusers' HookRegistry does to a module, with one hook."""
+
+    @staticmethod
+    def add(module, own=False):
+        found = module.forward
+        reference = types.SimpleNamespace(forward=found, original_forward=found if own else None)
+        if own:
+            reference.forward = lambda *args: reference.original_forward(*args)
+        module._diffusers_hook = types.SimpleNamespace(_module_ref=module, _fn_refs=[reference])
+        new_forward = functools.partial(lambda hooked, *args: reference.forward(*args), module)
+        module.forward = functools.update_wrapper(new_forward, found)
+
+    @staticmethod
+    def remove(module):
+        reference = module._diffusers_hook._fn_refs.pop()
+        module.forward = reference.original_forward or reference.forward
+
+
+class _DiffusersOwn(_Diffusers):
+    @staticmethod
+    def add(module):
+        _Diffusers.add(module, own=True)
+
+
+@pytest.mark.parametrize("hooks", [_Accelerate, _Diffusers, _DiffusersOwn])
+@pytest.mark.parametrize("hooked_first", [True, False])
+def test_hooks_that_put_back_the_forward_they_found_take_nothing_with_them(hooks, hooked_first):
+    module = Attention()
+
+    def routed():
+        before = calls()
+        module(X)
+        return calls() - before == 1
+
+    if hooked_first:
+        hooks.add(module)
+        enable(module)
+    else:
+        enable(module)
+        hooks.add(module)
+    assert routed()
+    hooks.remove(module)  # as diffusers does after each run of a pipeline whose models are offloaded
+    assert routed()
+    hooks.add(module)
+    assert routed()
+    enable(module, on_unsupported="raise")
+    with pytest.raises(UnsupportedError):
+        module(X)
+    disable(module)
+    assert not routed()
+    hooks.remove(module)
+    assert not routed()
+    assert module.forward.__func__ is Attention.forward
