@@ -158,4 +158,3 @@ def skips(settings: Settings, call: Call) -> bool:
 
 
 setattr(_kept, OFF, Settings())
-activate(OFF)  # a graph of torch 2.7 traced without a name in this thread would not be used again with one
