@@ -262,7 +262,8 @@ def test_bad_arguments_are_refused(run_file, capsys):
         assert "accepted" in capsys.readouterr().err
 
 
-def test_the_tables(run_file, capsys):
+def test_the_tables(run_file, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal breaks words
     assert cli.main(["report", str(run_file), "--text"]) == 0
     text = capsys.readouterr().out
     for word in ("300 calls, 170 routed", "time (estimated) routed", "1x24x8192x128", "full_mask", "comfy", "2.00"):
