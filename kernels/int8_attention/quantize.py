@@ -251,4 +251,4 @@ def _launch(
 
 def shift_rows(padded: int, masked: bool) -> int:
     """Keys that a step of _key_shift reads: as many as fit the registers of every architecture."""
-    return 128 if padded < 128 or (padded == 128 and not masked) else 64 if padded == 128 else 32
+    return 128 if padded < 128 or (padded == 128 and not masked) else 32
