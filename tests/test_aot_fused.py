@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-KNOWN_SPILLS = {"sm_86": 24, "sm_90": 64}  # bytes of the queries' kernel with Triton 3.9, not mended yet
+KNOWN_SPILLS = {"sm_86": 24}  # bytes of the queries' kernel with Triton 3.9, not mended yet
 
 
 # All variants of all head_dims: `python aot_fused.py sm_90`, which takes minutes.
