@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from aot_rows import rows_of
 
 pytest.importorskip("triton")
 
@@ -32,15 +27,6 @@ KNOWN_SPILLS = {
     "sm_89": ("attention D256 bf16 bias lse tail fp8",),
     "sm_90": ("quantize D96 scales 128 bias lse", "quantize D128 scales 128 bias lse"),
 }
-
-
-def rows_of(script: str, *arguments: str) -> list[dict]:
-    """The JSON lines that a script beside this file prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("chip", CHIPS)

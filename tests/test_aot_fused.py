@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from aot_rows import rows_of
 
 pytest.importorskip("triton")
 
@@ -18,10 +13,6 @@ KNOWN_SPILLS = {"sm_86": 24}  # bytes of the queries' kernel with Triton 3.9, no
 # All variants of all head_dims: `python aot_fused.py sm_90`, which takes minutes.
 @pytest.mark.parametrize(("chip", "shared"), [("sm_86", 101_376), ("sm_90", 232_448)])
 def test_the_usual_variants_fit_the_chip(chip, shared):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("aot_fused.py")), chip, "D128 head"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    rows = rows_of("aot_fused.py", chip, "D128 head")
     assert {row["variant"].split()[0] for row in rows} == {"query", "key", "shift"}
     assert not [row for row in rows if row["spills"] > KNOWN_SPILLS.get(chip, 0) or row["shared"] > shared]

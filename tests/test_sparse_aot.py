@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from aot_rows import rows_of
 
 triton = pytest.importorskip("triton")
 # Bytes of spills: none where the tables were made, a few registers with later compilers.
@@ -24,15 +19,6 @@ CHIPS = {
     "gfx942": (65_536, ("mfma_i32", "mfma_f32")),
     "gfx1100": (65_536, ("wmma_i32", "wmma_f32")),
 }
-
-
-def rows_of(script: str, *arguments: str) -> list[dict]:
-    """The JSON lines that a script beside this file prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("chip", CHIPS)
