@@ -46,7 +46,7 @@ class route(_Region):  # noqa: N801 (used like a function)
     on_unsupported: "fallback" to torch, "warn" once a signature, or "raise" UnsupportedError with all reasons; in code
     compiled with fullgraph=True torch raises its own Unsupported, which names the reason codes.
     min_kv: the fewest keys to route; None takes the measured crossover.  pv: "auto" or "16bit"; or "fp8", P @ V in
-    e4m3, which is faster at an error of about 0.04.  precision: "auto"; or "high", an int8 scale for each key.
+    e4m3, at an error of about 0.04; not faster on an H200.  precision: "auto"; or "high", an int8 scale for each key.
     skip: a function of the Call; True sends it to torch.  It is kept, so don't make a new one for every entry. It must
     be hashable; attention calls that it makes itself are not routed.
     log: whether first sights are logged on "sdpa_router.dispatch".
