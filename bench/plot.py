@@ -17,6 +17,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 from records import RESULTS
 
 Row = dict[str, Any]
@@ -97,9 +98,12 @@ def draw_errors(axes: Any, rows: list[Row]) -> None:
     axes.set_xlim(0, 1.15 * shown[-1]["tflops"])
     low, high = min(row["error"] for row in shown), max(row["error"] for row in shown)
     axes.set_ylim(low / 1.6, high * 1.8)
+    axes.yaxis.set_major_locator(FixedLocator([0.002, 0.005, 0.01, 0.02, 0.05, 0.1]))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("effective TFLOPS, whole call (filled: no mask, hollow: fade per key)")
     axes.set_ylabel("relative error against float64, N(0, 1)")
-    axes.grid(alpha=0.25, which="both")
+    axes.grid(alpha=0.25)
 
 
 def main(arguments: list[str] | None = None) -> int:
