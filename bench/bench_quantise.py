@@ -3,11 +3,12 @@
 For each shape, interleaved in one process and captured in CUDA graphs: a copy of the bytes that the fused kernels move;
 RMSNorm and RoPE by torch.compile, then our quantiser ("apart"); the fused kernels; the attention alone; and norm to
 output both ways. The inputs of a graph change from call to call, so that they come from memory and not from the cache.
-Bytes are counted from the shapes: 16-bit reads and writes of query and key, and the int8 ones. The linear cases compare
-a linear layer in bf16 or in int8 with a 16-bit output, then our quantiser, with int8_linear_qk(). Each shape is checked
-against float64 first, and nothing is timed that misses its budget.
+Bytes are counted from the shapes: 16-bit reads and writes of query and key, and the int8 ones. Each shape is checked
+against float64 first, and nothing is timed that misses its budget. bench_linear_qk.py has the linear layers. A first
+run with --check-only compiles everything, so that no time limit of the timed one goes to compilers.
 
-Usage: python bench/bench_quantise.py [--cases all] [--out FILE.jsonl]; on a CPU, with TRITON_INTERPRET=1: --cases smoke
+Usage: python bench/bench_quantise.py [--cases all] [--tiles all] [--check-only] [--out FILE.jsonl]
+On a CPU, with TRITON_INTERPRET=1: --cases smoke
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,20 @@ import torch
 from records import RESULTS, Invocation, commit_here, table
 from timing import Effort, Run, captured, interleaved
 
-from sdpa_router.kernels.int8_attention import linear
+from sdpa_router.kernels.int8_attention import fused as launcher
 from sdpa_router.kernels.int8_attention.configs import Config, config_of
 from sdpa_router.kernels.int8_attention.forward import attention
-from sdpa_router.kernels.int8_attention.fused import Norm, Rows, rms_rope_quantize_key, rms_rope_quantize_query
+from sdpa_router.kernels.int8_attention.fused import (
+    Norm,
+    Rope,
+    Rows,
+    Tile,
+    rms_rope_quantize_key,
+    rms_rope_quantize_query,
+)
 from sdpa_router.kernels.int8_attention.fused_reference import rms_rope_reference
-from sdpa_router.kernels.int8_attention.quantize import Quantized, quantize, quantize_query
+from sdpa_router.kernels.int8_attention.launch import forget
+from sdpa_router.kernels.int8_attention.quantize import Quantized, quantize
 from sdpa_router.testing import relative_error, sdpa_oracle
 
 BUDGET = 0.0135
@@ -83,6 +93,31 @@ CASES = {
         Case("smoke", 1, 2, 70, 96, 64, "a tiny call for Triton's interpreter"),
     )
 }  # fmt: skip
+
+# Launches of the fused kernels to be measured beside the one that is used: changes of the table in fused.py.
+TILES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "queries by one head": {"_QUERIES": Tile(64, 1, 4, 4, 1), "_QUERIES_ACROSS": Tile(64, 1, 4, 4, 1)},
+    "queries in 8 warps": {"_QUERIES": Tile(16, 4, 16, 8, 1), "_QUERIES_ACROSS": Tile(16, 4, 40, 8, 1)},
+    "queries, 8 heads a program": {"_QUERIES": Tile(8, 8, 8, 4, 1), "_QUERIES_ACROSS": Tile(8, 8, 16, 4, 1)},
+    "keys in 16 warps": {"_KEYS": Tile(128, 1, 4, 16, 1)},
+    "keys in 16 warps, 1 stage": {"_KEYS": Tile(128, 1, 4, 16, 1), "_HOPPER_STAGES": 1},
+    "keys, 2 heads a program": {"_KEYS": Tile(128, 1, 2, 8, 1)},
+}
+PER_TILE = ("copy", "fused")
+
+
+@contextmanager
+def tiled(name: str) -> Iterator[None]:
+    """Run with a changed table of launches."""
+    changes = TILES[name]
+    kept = {attribute: getattr(launcher, attribute) for attribute in changes}
+    for attributes in (changes, kept):
+        forget()
+        for attribute, value in attributes.items():
+            setattr(launcher, attribute, value)
+        if attributes is changes:
+            yield
 
 
 @dataclass
@@ -139,9 +174,9 @@ def norm_and_rope(
 def fused(problem: Problem, config: Config) -> Quantized:
     """The fused kernels, both sides."""
     query, key = problem.rows()
-    shape = {"rotary_dim": problem.case.head_dim, "interleaved": True}
-    k, rotation = rms_rope_quantize_key(key, None, config, problem.norm, group=1, **shape)
-    q = rms_rope_quantize_query(query, problem.case.head_dim**-0.5, config, problem.norm, rotation, **shape)
+    rope = Rope(problem.case.head_dim, interleaved=True)
+    k, rotation = rms_rope_quantize_key(key, None, config, problem.norm, rope, group=1)
+    q = rms_rope_quantize_query(query, problem.case.head_dim**-0.5, config, problem.norm, rope, rotation)
     return Quantized(q.query, q.query_scale, k.key, k.key_scale, k.bias, k.anchor, None, k.key_norm, k.live, k.kv_len)
 
 
@@ -182,31 +217,20 @@ def in_turn(function: Callable[[Any], object], problems: list[Any]) -> Run:
     return captured(run, len(problems)) if torch.cuda.is_available() else run
 
 
-def measure(case: Case, invocation: Invocation) -> dict[str, Any]:
-    device = invocation.device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    copies = max(1, -(-3 * _L2 // (2 * case.elements))) if device.type == "cuda" else 1
-    problems = [make(case, device, dtype) for _ in range(copies)]
+def runs_of(problems: list[Problem], config: Config) -> dict[str, Callable[[], Run]]:
+    """What is timed, each made ready by calling it."""
     first = problems[0]
-    config = config_of(first.query, first.value)
-    error = check(first, config)
-    row: dict[str, Any] = {"case": case.name, "source": case.source, "error": error, "bytes_apart": case.bytes_apart()}
-    row |= {
-        "shape": [case.batch, case.heads, case.q_len, case.kv_len, case.head_dim],
-        "bytes_fused": case.bytes_fused(),
-    }
-    if not error < BUDGET:
-        raise RuntimeError(f"{case.name}: error {error:.4f} over {BUDGET}")
+    scale = first.case.head_dim**-0.5
     compiler: Any = torch.compile
-    prepare = compiler(norm_and_rope, dynamic=False) if device.type == "cuda" else norm_and_rope
-    scale = case.head_dim**-0.5
+    on_gpu = first.query.is_cuda
+    prepare = compiler(norm_and_rope, dynamic=False) if on_gpu else norm_and_rope
 
     def normed(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         if problem.weights is None or problem.tables is None:
             return problem.query, problem.key
         sides = (problem.query, problem.key)
         query, key = (
-            prepare(x, w, *t, case.across) for x, w, t in zip(sides, problem.weights, problem.tables, strict=True)
+            prepare(x, w, *t, first.case.across) for x, w, t in zip(sides, problem.weights, problem.tables, strict=True)
         )
         return query, key
 
@@ -214,137 +238,78 @@ def measure(case: Case, invocation: Invocation) -> dict[str, Any]:
         return quantize(*normed(problem), None, scale, config, lse=False)
 
     ready = fused(first, config)
-    moved = sum(case.bytes_fused().values())
-    buffers = [torch.empty(2, moved // 2, dtype=torch.int8, device=device) for _ in range(copies)]
-    runs = {
-        "copy": in_turn(lambda b: b[0].copy_(b[1]), buffers),
-        "norm_rope": in_turn(normed, problems),
-        "quantize": in_turn(lambda p: quantize(p.query, p.key, None, scale, config, lse=False), problems),
-        "apart": in_turn(apart, problems),
-        "fused": in_turn(lambda p: fused(p, config), problems),
-        "attention": in_turn(lambda p: attend(ready, p, config), problems),
-        "whole_apart": in_turn(lambda p: attend(apart(p), p, config), problems),
-        "whole_fused": in_turn(lambda p: attend(fused(p, config), p, config), problems),
+    half = sum(first.case.bytes_fused().values()) // 2
+    buffers = [torch.empty(2, half, dtype=torch.int8, device=first.query.device) for _ in problems]
+    return {
+        "copy": lambda: in_turn(lambda b: b[0].copy_(b[1]), buffers),
+        "norm_rope": lambda: in_turn(normed, problems),
+        "quantize": lambda: in_turn(lambda p: quantize(p.query, p.key, None, scale, config, lse=False), problems),
+        "apart": lambda: in_turn(apart, problems),
+        "fused": lambda: in_turn(lambda p: fused(p, config), problems),
+        "attention": lambda: in_turn(lambda p: attend(ready, p, config), problems),
+        "whole_apart": lambda: in_turn(lambda p: attend(apart(p), p, config), problems),
+        "whole_fused": lambda: in_turn(lambda p: attend(fused(p, config), p, config), problems),
     }
+
+
+def measure(case: Case, invocation: Invocation, tiles: str, check_only: bool) -> dict[str, Any]:
+    """The row of a case; with check_only everything is checked, compiled and run once, and nothing is timed."""
+    device = invocation.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    copies = max(1, -(-3 * _L2 // (2 * case.elements))) if device.type == "cuda" and not check_only else 1
+    problems = [make(case, device, dtype) for _ in range(copies)]
+    config = config_of(problems[0].query, problems[0].value)
+    row: dict[str, Any] = {"case": case.name, "source": case.source, "tiles": tiles}
+    row |= {"shape": [case.batch, case.heads, case.q_len, case.kv_len, case.head_dim]}
+    row |= {"bytes_apart": case.bytes_apart(), "bytes_fused": case.bytes_fused(), "error": check(problems[0], config)}
+    if not row["error"] < BUDGET:
+        raise RuntimeError(f"{case.name}: error {row['error']:.4f} over {BUDGET}")
+    runs = {
+        name: ready() for name, ready in runs_of(problems, config).items() if tiles == "default" or name in PER_TILE
+    }
+    if check_only:
+        return row
     for name, timing in interleaved(runs, device, EFFORT).items():
         if isinstance(timing, Exception):
             raise timing
         row[f"{name}_us"] = round(timing.ms * 1e3, 2)
         row[f"{name}_spread"] = round(timing.spread, 4)
-    row["share"] = row["quantize_us"] / (row["quantize_us"] + row["attention_us"])
     row["of_copy"] = row["copy_us"] / row["fused_us"]
-    row["faster"] = row["apart_us"] / row["fused_us"]
-    row["whole_faster"] = row["whole_apart_us"] / row["whole_fused_us"]
-    return invocation.write(row)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A linear layer to a query or a key: [batch, length, channels] -> heads x head_dim."""
-
-    name: str
-    batch: int
-    length: int
-    channels: int
-    heads: int
-    head_dim: int
-    source: str
-
-
-LAYERS = {
-    layer.name: layer
-    for layer in (
-        Layer("linear-sdxl-640", 2, 4096, 640, 10, 64, "SDXL cross-attention query, 64x64 latents"),
-        Layer("linear-sdxl-1280", 2, 1024, 1280, 20, 64, "SDXL cross-attention query, 32x32 latents"),
-        Layer("linear-2048", 1, 4096, 2048, 16, 128, "16 heads x 128 at 4096 tokens"),
-        Layer("linear-5120", 1, 8192, 5120, 40, 128, "40 heads x 128 at 8192 tokens"),
-        Layer("linear-smoke", 1, 70, 96, 2, 64, "a tiny layer for Triton's interpreter"),
-    )
-}
-
-
-def measure_layer(layer: Layer, invocation: Invocation) -> dict[str, Any]:
-    """A query by int8_linear_qk()'s kernel, against a 16-bit layer and our quantiser; int8 rows are given to both."""
-    device = invocation.device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    out_channels = layer.heads * layer.head_dim
-    weight = torch.randn(out_channels, layer.channels, device=device) / layer.channels**0.5
-    w_scale = weight.abs().amax(1) / 127
-    w8, w16 = (weight / w_scale[:, None]).round().to(torch.int8), weight.to(dtype)
-    copies = max(2, -(-3 * _L2 // (3 * layer.batch * layer.length * layer.channels))) if device.type == "cuda" else 1
-    inputs = []
-    for _ in range(copies):
-        x = torch.randn(layer.batch, layer.length, layer.channels, device=device).to(dtype)
-        inputs.append((x, *linear.quantize_rows(x)))
-    scale = layer.head_dim**-0.5
-    x, x8, x_scale = inputs[0]
-    config = config_of(*[x.new_empty((1, 1, 1, layer.head_dim))] * 2)
-
-    def direct(given: Any) -> object:
-        return linear.linear_query(given[1], given[2], w8, w_scale, None, scale, layer.heads)
-
-    def then_quantise(y: torch.Tensor) -> object:
-        return quantize_query(y.unflatten(2, (layer.heads, -1)).transpose(1, 2), scale, config)
-
-    made = linear.linear_query(x8, x_scale, w8, w_scale, None, scale, layer.heads)
-    some = slice(0, 64)
-    exact = (x8[:, some].double() @ w8.double().T) * x_scale[:, some, None].double() * w_scale.double()
-    exact = exact.unflatten(2, (layer.heads, -1)).transpose(1, 2)
-    step = made.query_scale[:, :, some, None].double() / (scale * 1.4426950408889634)
-    steps = (
-        ((made.query[:, :, some, : layer.head_dim].double() * step - exact).abs() / step.clamp(min=1e-30)).max().item()
-    )
-    if not steps < 0.51:
-        raise RuntimeError(f"{layer.name}: {steps:.3f} steps from the exact result")
-    runs = {
-        "bf16": in_turn(lambda g: then_quantise(torch.nn.functional.linear(g[0], w16)), inputs),
-        "int8_16bit": in_turn(
-            lambda g: then_quantise(linear.int8_linear(g[1], g[2], w8, w_scale, None, layer.heads, dtype)), inputs
-        ),
-        "direct": in_turn(direct, inputs),
-        "rows": in_turn(lambda g: linear.quantize_rows(g[0]), inputs),
-        "gemm_bf16": in_turn(lambda g: torch.nn.functional.linear(g[0], w16), inputs),
-    }
-    row: dict[str, Any] = {"case": layer.name, "source": layer.source, "steps": steps}
-    row["shape"] = [layer.batch, layer.length, layer.channels, layer.heads, layer.head_dim]
-    for name, timing in interleaved(runs, device, EFFORT).items():
-        if isinstance(timing, Exception):
-            raise timing
-        row[f"{name}_us"] = round(timing.ms * 1e3, 2)
+    if tiles == "default":
+        row["share"] = row["quantize_us"] / (row["quantize_us"] + row["attention_us"])
+        row["faster"] = row["apart_us"] / row["fused_us"]
+        row["whole_faster"] = row["whole_apart_us"] / row["whole_fused_us"]
     return invocation.write(row)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cases", default="all", help=f"of {', '.join([*CASES, *LAYERS])}; all: all but the smoke ones"
-    )
+    parser.add_argument("--cases", default="all", help=f"of {', '.join(CASES)}; all: all but smoke")
+    parser.add_argument("--tiles", default="default", help=f"of {', '.join(TILES)}; all: all of them")
+    parser.add_argument("--check-only", action="store_true", help="check, and so compile, but time nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "quantise.jsonl")
     parser.add_argument("--commit", default=None)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     invocation = Invocation(device, arguments.out, arguments.commit or commit_here())
-    known = {**CASES, **LAYERS}
-    names = [n for n in known if "smoke" not in n] if arguments.cases == "all" else arguments.cases.split(",")
+    names = [n for n in CASES if n != "smoke"] if arguments.cases == "all" else arguments.cases.split(",")
+    tiles = list(TILES) if arguments.tiles == "all" else arguments.tiles.split(",")
     rows, failed = [], 0
-    for name in names:
+    for name, tile in itertools.product(names, tiles):
         try:
-            case = known[name]
-            row = measure(case, invocation) if isinstance(case, Case) else measure_layer(case, invocation)
+            with tiled(tile):
+                row = measure(CASES[name], invocation, tile, arguments.check_only)
         except (RuntimeError, KeyError) as error:  # a case that fails is named, and the others go on
-            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+            print(f"{name} {tile}: {type(error).__name__}: {error}", flush=True)
             failed += 1
             continue
         rows.append(row)
-        keys = ("of_copy", "faster", "whole_faster", "share", "error", "steps")
+        keys = ("of_copy", "faster", "whole_faster", "share", "error")
         facts = [f"{key} {value}" for key, value in row.items() if key.endswith("_us")]
-        print(name, *facts, *(f"{key} {row[key]:.3f}" for key in keys if key in row), flush=True)
-    shown = [
-        (r["case"], *(r.get(f"{n}_us", "-") for n in ("copy", "apart", "fused", "bf16", "int8_16bit", "direct")))
-        for r in rows
-    ]
-    print(table(("case", "copy us", "apart us", "fused us", "bf16 us", "int8 us", "direct us"), shown))
+        print(name, tile, *facts, *(f"{key} {row[key]:.3f}" for key in keys if key in row), flush=True)
+    shown = [(r["case"], r["tiles"], *(r.get(f"{n}_us", "-") for n in ("copy", "apart", "fused"))) for r in rows]
+    print(table(("case", "tiles", "copy us", "apart us", "fused us"), shown))
     return 1 if failed else 0
 
 

@@ -98,16 +98,15 @@ def int8_linear_qk(
     weight_scale = weight_scale.contiguous()  # the kernel steps through it one by one
     with torch.cuda.device_of(x):
         rows, row_scale = (x, x_scale.contiguous()) if x_scale is not None else linear.quantize_rows(x)
+        layer = linear.Layer(rows, row_scale, weight_int8, weight_scale, layer_bias, heads)
         if role == "query":
             softmax_scale = default_scale(like, scale)
-            made = linear.linear_query(rows, row_scale, weight_int8, weight_scale, layer_bias, softmax_scale, heads)
+            made = linear.linear_query(layer, softmax_scale)
             return QuantizedSide(
                 made.query, made.query_scale, x.shape[1], head_dim, kind, layout, softmax_scale=softmax_scale
             )
-        keys = linear.linear_key(
-            rows, row_scale, weight_int8, weight_scale, layer_bias, heads,
-            None if attn_mask is None else key_view(attn_mask), config, group=group, per_token=precision == "high",
-        )  # fmt: skip
+        mask = None if attn_mask is None else key_view(attn_mask)
+        keys = linear.linear_key(layer, mask, config, group=group, per_token=precision == "high")
     return QuantizedSide(
         keys.key,
         keys.key_scale.flatten(2),

@@ -120,19 +120,17 @@ def _quantize(
     lse: bool,
     precision: str,
 ) -> QuantizedQK:
-    from .kernels.int8_attention.fused import Norm, rms_rope_quantize_key, rms_rope_quantize_query
+    from .kernels.int8_attention.fused import Norm, Rope, rms_rope_quantize_key, rms_rope_quantize_query
 
     config = choose_config(query.x, "auto", precision)
-    norm = Norm(eps, across)
+    norm, rope = Norm(eps, across), Rope(rotary, interleaved)
     with torch.cuda.device_of(query.x):
         keys, rotation = rms_rope_quantize_key(
-            key, None if attn_mask is None else key_view(attn_mask), config, norm, rotary_dim=rotary,
-            interleaved=interleaved, group=query.x.shape[1] // key.x.shape[1], per_token=precision == "high",
+            key, None if attn_mask is None else key_view(attn_mask), config, norm, rope,
+            group=query.x.shape[1] // key.x.shape[1], per_token=precision == "high",
         )  # fmt: skip
-        queries = rms_rope_quantize_query(
-            query, scale, config, norm, rotation, rotary_dim=rotary, interleaved=interleaved,
-            shift=keys.shift if lse else None,
-        )  # fmt: skip
+        shift = keys.shift if lse else None
+        queries = rms_rope_quantize_query(query, scale, config, norm, rope, rotation, shift=shift)
     return QuantizedQK(
         queries.query,
         queries.query_scale,

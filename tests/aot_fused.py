@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import aot_compile
 from aot_compile import HEAD_DIMS, facts, integers, target_of
 
-from sdpa_router.kernels.int8_attention import fused
+from sdpa_router.kernels.int8_attention import fused, fused_kernels
 from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for, padded_head_dim
 
-aot_compile.STRIDES += "s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
+aot_compile.STRIDES += "s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
 POINTERS = dict.fromkeys("W W2 COS SIN RSTD SHIFT BIAS SCALE NORMS LSE_TERM SQUARES".split(), "*fp32")
 POINTERS |= dict.fromkeys("X X2 K K2 ROTATION".split(), "*bf16") | {"Y": "*i8", "W": "*bf16", "W2": "*bf16"}
 SCALARS = dict.fromkeys("eps factor lse_factor".split(), "fp32") | integers(
@@ -48,30 +48,33 @@ def variants(arch: int | str) -> Iterator[Variant]:
         shared = {"D": head_dim, "DP": padded, "B": min(padded, 128), "UPCAST": False, "PER_HEAD": False}
         config = HOPPER_GLUON[padded] if arch == 90 else config_for(arch, head_dim)
         for (mode, flags), is_key in itertools.product(modes(head_dim), (False, True)):
-            tile = fused.tile_of(is_key, padded, config)
+            across = flags["ACROSS"]
+            tile = (
+                fused.key_tile(padded, config) if is_key else fused.query_tile(padded, config, across=across, lse=False)
+            )
             constants = shared | flags | {
-                "ROWS": tile.rows, "HEADS": tile.heads, "STAGES": tile.num_stages, "IS_KEY": is_key,
+                "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads, "STAGES": tile.num_stages, "IS_KEY": is_key,
                 "SCALES": 4 if config.gluon and is_key else 1, "HAS_NORM": config.gluon and is_key,
-                "HAS_LSE": mode == "across" and not is_key, "EVEN": not flags["HAS_BIAS"],
+                "HAS_LSE": False, "EVEN": not flags["HAS_BIAS"],
                 "HAS_BIAS": flags["HAS_BIAS"] and is_key,
             }  # fmt: skip
-            if flags["ACROSS"] and is_key:
+            if across and is_key:
                 del constants["RSTD"]
             side = "key" if is_key else "query"
             yield (
                 f"{side} D{head_dim} {mode}",
-                fused._rms_rope_quantize,
+                fused_kernels._rms_rope_quantize,
                 types,
                 constants,
-                {"num_warps": tile.num_warps},
+                {"num_warps": tile.num_warps} | ({"maxnreg": tile.max_registers} if tile.max_registers else {}),
             )
         for mode, flags in modes(head_dim):
             constants = shared | flags | {"ROWS": fused.sample_rows(padded)}
-            yield f"shift D{head_dim} {mode}", fused._rope_key_shift, types, constants, {"num_warps": 8}
-        constants = {"D": head_dim, "DP": padded, "ROWS": 32, "TWO": True}
-        yield f"row rms D{head_dim}", fused._row_rms, types, constants, {"num_warps": 4}
+            yield f"shift D{head_dim} {mode}", fused_kernels._rope_key_shift, types, constants, {"num_warps": 8}
+        constants = {"D": head_dim, "DP": padded, "ROWS": fused._RMS_ROWS, "TOGETHER": fused._RMS_HEADS, "TWO": True}
+        yield f"row rms D{head_dim}", fused_kernels._row_rms, types, constants, {"num_warps": 4}
     constants = {"D": 128, "ROWS": 128, "HAS_LSE": True}
-    yield "finish scales", fused._finish_scales, types, constants, {"num_warps": 4}
+    yield "finish scales", fused_kernels._finish_scales, types, constants, {"num_warps": 4}
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ def test_the_plain_layer_and_grouped_heads():
     x = torch.randn(1, 70, 64, device=DEVICE).half()
     weight, scale = layer(4 * 32, 64)
     rows, row_scale = linear.quantize_rows(x)
-    plain = linear.int8_linear(rows, row_scale, weight, scale, None, 4, torch.float16)
+    plain = linear.int8_linear(linear.Layer(rows, row_scale, weight, scale, None, 4), torch.float16)
     assert (
         relative_error(plain.unflatten(2, (4, 32)).transpose(1, 2), exact(rows, row_scale, weight, scale, None, 4))
         < 1e-3

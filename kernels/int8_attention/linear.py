@@ -7,140 +7,44 @@ linearity from the mean of the activations, before any key is computed.
 
 from __future__ import annotations
 
-import functools
+from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
-from .bias import LOG2E, _kept, prepare, row_strides
+from .bias import LOG2E, prepare, row_strides
 from .configs import Config, padded_head_dim
-from .fused import _store_keys, _store_queries
+from .launch import empty, launch, replay
+from .linear_kernels import _linear_qk, _linear_shift, _mean_row, _quantize_rows
 from .quantize import QuantizedKey, QuantizedQuery
-from .quantize_kernels import _inverse
 
 _SAMPLE = 128  # rows whose mean gives the key shift
 _ROWS, _CHANNELS, _STEP = 128, 128, 64  # query rows, output channels and input channels of a step
 
 
-@triton.jit(do_not_specialize=["L"])
-def _quantize_rows(X, Y, SCALE, L, s_b, s_l, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Symmetric int8 with a scale a row: X [B, L, C] -> Y, SCALE [B, L]."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    b = tl.program_id(1).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    inside = (rows < L)[:, None] & (cols < C)[None, :]
-    x = tl.load(X + b * s_b + rows[:, None].to(tl.int64) * s_l + cols[None, :], mask=inside, other=0).to(tl.float32)
-    peak = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
-    tl.store(SCALE + b * L + rows, peak / 127.0, mask=rows < L)
-    y = tl.fma(x, _inverse(peak)[:, None], 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    tl.store(Y + (b * L + rows)[:, None] * C + cols[None, :], y, mask=inside)
+class Layer(NamedTuple):
+    """An int8 linear layer to `heads` queries or keys, and its input; all but x contiguous.
 
-
-@triton.jit(do_not_specialize=["L", "NP", "heads"])
-def _mean_row(
-    X, X_SCALE, BIAS, MEAN, L, NP, heads, s_b, s_l, s_bias_b, s_bias_h,
-    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """MEAN[B, C]: mean over a sample of the rows that some head keeps, of X [B, L, C] times its row scales."""
-    b = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    i = tl.arange(0, ROWS)
-    rows = tl.where(L <= ROWS, i, (i.to(tl.int64) * L // ROWS).to(tl.int32))
-    count = tl.zeros([], tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    start = 0
-    while (count == 0) & (start < L):
-        keep = _kept(BIAS + b * s_bias_b * NP, heads, s_bias_h * NP, rows, L, HAS_BIAS)
-        inside = keep[:, None] & (cols < C)[None, :]
-        x = tl.load(X + b * s_b + rows[:, None].to(tl.int64) * s_l + cols[None, :], mask=inside, other=0)
-        x_scale = tl.load(X_SCALE + b * L + rows, mask=keep, other=0.0)
-        total = tl.sum(x.to(tl.float32) * x_scale[:, None], 0)
-        count = tl.sum(keep.to(tl.float32), 0)
-        rows = start + i
-        start += ROWS
-    tl.store(MEAN + b * C + cols, total / tl.maximum(count, 1.0), mask=cols < C)
-
-
-@triton.jit
-def _linear_shift(
-    MEAN, WEIGHT, W_SCALE, LINEAR_BIAS, SHIFT, heads,
-    C: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HAS_LINEAR_BIAS: tl.constexpr,
-):  # fmt: skip
-    """SHIFT[B, heads, DP]: the linear layer of MEAN [B, C]."""
-    b = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
-    d = tl.arange(0, DP)
-    total = tl.zeros([DP], tl.float32)
-    for start in range(0, C, BLOCK):
-        c = start + tl.arange(0, BLOCK)
-        mean = tl.load(MEAN + b * C + c, mask=c < C, other=0.0)
-        inside = (d < D)[:, None] & (c < C)[None, :]
-        weight = tl.load(WEIGHT + (h * D + d)[:, None].to(tl.int64) * C + c[None, :], mask=inside, other=0)
-        total += tl.sum(weight.to(tl.float32) * mean[None, :], 1)
-    total *= tl.load(W_SCALE + h * D + d, mask=d < D, other=0.0)
-    if HAS_LINEAR_BIAS:
-        total += tl.load(LINEAR_BIAS + h * D + d, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(SHIFT + (b * heads + h) * DP + d, total)
-
-
-@triton.jit(do_not_specialize=["L", "heads", "bias_rows"])
-def _linear_qk(
-    X, X_SCALE, WEIGHT, W_SCALE, LINEAR_BIAS, SHIFT, BIAS, Y, SCALE, NORMS, factor, L, heads, bias_rows, s_b, s_l,
-    s_bias_b, s_bias_h,
-    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr,
-    HAS_LINEAR_BIAS: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, SCALES: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):  # fmt: skip
-    """One program ROWS rows of HEADS heads of X [B, L, C] @ WEIGHT [heads * D, C]^T.
-
-    KIND: "query" or "key" in int8, or "16bit", the plain layer: Y [B, L, heads * D] in its own dtype.
+    x: int8 [B, L, C] with a contiguous last axis; x_scale: float32 [B, L].  weight: int8 [heads * D, C]; weight_scale:
+    float32 [heads * D].  bias: [heads * D], any float dtype, or None.
     """
-    block = tl.program_id(0)
-    b = tl.program_id(2).to(tl.int64)
-    rows = block * ROWS + tl.arange(0, ROWS)
-    n = tl.arange(0, HEADS * DP)
-    h = tl.program_id(1) * HEADS + n // DP
-    d = n % DP
-    c = tl.arange(0, STEP)
-    there = (d < D) & (h < heads)
-    x_ptr = X + b * s_b + rows[:, None].to(tl.int64) * s_l + c[None, :]
-    w_ptr = WEIGHT + (h * D + d)[None, :].to(tl.int64) * C + c[:, None]
-    acc = tl.zeros([ROWS, HEADS * DP], tl.int32)
-    for start in range(0, C, STEP):
-        if C % STEP == 0:
-            x = tl.load(x_ptr, mask=(rows < L)[:, None], other=0)
-            w = tl.load(w_ptr, mask=there[None, :], other=0)
-        else:
-            x = tl.load(x_ptr, mask=(rows < L)[:, None] & (start + c < C)[None, :], other=0)
-            w = tl.load(w_ptr, mask=there[None, :] & (start + c < C)[:, None], other=0)
-        acc = tl.dot(x, w, acc, out_dtype=tl.int32)
-        x_ptr += STEP
-        w_ptr += STEP
-    x_scale = tl.load(X_SCALE + b * L + rows, mask=rows < L, other=0.0)
-    w_scale = tl.load(W_SCALE + h * D + d, mask=there, other=0.0)
-    y = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
-    if HAS_LINEAR_BIAS:
-        y += tl.load(LINEAR_BIAS + h * D + d, mask=there, other=0.0).to(tl.float32)[None, :]
-    if KIND == "16bit":
-        at = ((b * L + rows) * heads)[:, None] * D + (h * D + d)[None, :]
-        tl.store(Y + at, y.to(Y.dtype.element_ty), mask=(rows < L)[:, None] & there[None, :])
-    elif KIND == "query":
-        i = tl.arange(0, ROWS * HEADS)
-        row = block * ROWS + i // HEADS
-        head = tl.program_id(1) * HEADS + i % HEADS
-        y = y.reshape([ROWS * HEADS, DP])
-        _store_queries(
-            y, tl.sum(y * 0.0, 1), Y, SCALE, b * heads + head, row, (row < L) & (head < heads), L, factor, DP
-        )
-    else:
-        head = b * heads + tl.program_id(1)
-        blocks = tl.num_programs(0)
-        NP = blocks * ROWS
-        first = (b * s_bias_b + tl.program_id(1) * bias_rows * s_bias_h) * NP
-        keep = _kept(BIAS + first, bias_rows, s_bias_h * NP, rows, L, HAS_BIAS)
-        y = tl.where(keep[:, None], y - tl.load(SHIFT + head * DP + d)[None, :], 0.0)
-        _store_keys(y, tl.sum(y * 0.0, 1), Y, SCALE, NORMS, head, block, blocks, ROWS, DP, SCALES, HAS_NORM)
+
+    x: torch.Tensor
+    x_scale: torch.Tensor
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None
+    heads: int
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.weight.shape[0] // self.heads
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All of them."""
+        return self[:5]
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,117 +54,127 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.empty((batch, length), dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(channels)
     rows = max(1, 8192 // block)
-    _quantize_rows[(triton.cdiv(length, rows), batch)](
-        x, quantized, scale, length, *x.stride()[:2], C=channels, BLOCK=block, ROWS=rows, num_warps=8
-    )
+
+    def run() -> None:
+        launch(
+            _quantize_rows, (triton.cdiv(length, rows), batch),
+            x, quantized, scale, length, *x.stride()[:2], C=channels, BLOCK=block, ROWS=rows, num_warps=8,
+        )  # fmt: skip
+
+    replay("int8 rows", (x, quantized, scale), run)
     return quantized, scale
 
 
-def linear_query(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    heads: int,
-) -> QuantizedQuery:
-    """Compute the queries of x int8 [B, L, C] with scales [B, L], weight int8 [heads * D, C] with scales [heads * D].
+def linear_query(layer: Layer, scale: float) -> QuantizedQuery:
+    """Compute the queries; scale: the softmax scale.  Nothing is rotated."""
+    batch, length, _ = layer.x.shape
+    device, shape = layer.x.device, (batch, layer.heads, length)
+    made = QuantizedQuery(
+        torch.empty((*shape, padded_head_dim(layer.head_dim)), dtype=torch.int8, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+        None,
+    )
 
-    bias: of the layer, [heads * D].  scale: the softmax scale.  Nothing is rotated.
-    """
-    batch, length, _ = x.shape
-    head_dim = weight.shape[0] // heads
-    padded = padded_head_dim(head_dim)
-    query = torch.empty((batch, heads, length, padded), dtype=torch.int8, device=x.device)
-    query_scale = torch.empty((batch, heads, length), dtype=torch.float32, device=x.device)
-    together = max(1, _CHANNELS // padded)
-    rows = _ROWS if padded <= 128 else _ROWS // 2
-    _linear_qk[(triton.cdiv(length, rows), triton.cdiv(heads, together), batch)](
-        x, x_scale, weight, weight_scale, bias if bias is not None else weight_scale, x_scale, x_scale, query,
-        query_scale, x_scale, scale * LOG2E, length, heads, 1, *x.stride()[:2], 0, 0, ROWS=rows, HEADS=together,
-        KIND="query", HAS_BIAS=False, SCALES=1, HAS_NORM=False, **_gemm(weight, head_dim, bias),
-    )  # fmt: skip
-    return QuantizedQuery(query, query_scale, None)
+    def run() -> None:
+        _rows_of_heads(layer, made.query, made.query_scale, scale * LOG2E, "query")
+
+    replay(("linear query", scale, layer.heads), (*layer.tensors, made.query, made.query_scale), run)
+    return made
 
 
 def linear_key(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    heads: int,
-    attn_mask: torch.Tensor | None,
-    config: Config,
-    *,
-    group: int,
-    per_token: bool,
+    layer: Layer, attn_mask: torch.Tensor | None, config: Config, *, group: int, per_token: bool
 ) -> QuantizedKey:
-    """Compute the keys, for `config`, as linear_query() does; attn_mask, group, per_token: as for quantize().
+    """Compute the keys, for `config`; attn_mask, group, per_token: as for quantize().
 
-    Its shift is float32 [B, heads, DP], not rotated.
+    Their shift is float32 [B, heads, DP], not rotated.
     """
-    batch, length, channels = x.shape
-    head_dim = weight.shape[0] // heads
-    padded, blocks = padded_head_dim(head_dim), triton.cdiv(length, config.block_n)
-    empty = functools.partial(torch.empty, device=x.device)
-    prepared, anchor, live, strides, bias_rows = None, None, None, (0, 0), 1
+    batch, length, _ = layer.x.shape
+    heads, device = layer.heads, layer.x.device
+    padded, blocks = padded_head_dim(layer.head_dim), triton.cdiv(length, config.block_n)
+    bias, anchor, live = None, None, None
     if attn_mask is not None:
-        prepared, anchor, live = prepare(attn_mask, length, config)
-        strides, bias_rows = row_strides(prepared), group if prepared.shape[1] > 1 else 1
-    mean = empty((batch, channels), dtype=torch.float32)
-    shift = empty((batch, heads, padded), dtype=torch.float32)
-    mask = prepared if prepared is not None else shift
-    _mean_row[(batch, triton.cdiv(channels, 128))](
-        x, x_scale, mask, mean, length, blocks * config.block_n, prepared.shape[1] if prepared is not None else 1,
-        *x.stride()[:2], *strides, C=channels, BLOCK=128, ROWS=_SAMPLE, HAS_BIAS=prepared is not None, num_warps=4,
-    )  # fmt: skip
-    layer_bias = bias if bias is not None else weight_scale
-    _linear_shift[(batch, heads)](
-        mean, weight, weight_scale, layer_bias, shift, heads, C=channels, BLOCK=64 if padded <= 128 else 32, D=head_dim,
-        DP=padded, HAS_LINEAR_BIAS=bias is not None, num_warps=4,
-    )  # fmt: skip
-    scales = config.block_n if per_token else 4 if config.gluon else 1
+        bias, anchor, live = prepare(attn_mask, length, config)
     tail = (blocks * config.block_n,) if per_token else (blocks, 4) if config.gluon else (blocks,)
-    key = empty((batch, heads, blocks * config.block_n, padded), dtype=torch.int8)
-    key_scale = empty((batch, heads, *tail), dtype=torch.float32)
-    key_norm = empty((batch, heads, blocks), dtype=torch.float32) if config.gluon else None
-    _linear_qk[(blocks, heads, batch)](
-        x, x_scale, weight, weight_scale, layer_bias, shift, mask, key, key_scale,
-        key_norm if key_norm is not None else shift, 1.0, length, heads, bias_rows, *x.stride()[:2], *strides,
-        ROWS=config.block_n, HEADS=1, KIND="key", HAS_BIAS=prepared is not None, SCALES=scales,
-        HAS_NORM=key_norm is not None, **_gemm(weight, head_dim, bias),
+    made = QuantizedKey(
+        torch.empty((batch, heads, blocks * config.block_n, padded), dtype=torch.int8, device=device),
+        torch.empty((batch, heads, *tail), dtype=torch.float32, device=device),
+        bias,
+        anchor,
+        torch.empty((batch, heads, blocks), dtype=torch.float32, device=device) if config.gluon else None,
+        live,
+        torch.empty((batch, heads, padded), dtype=torch.float32, device=device),
+        length,
+    )
+    replay(
+        ("linear key", config, group, per_token, heads),
+        (*layer.tensors, bias, made.key, made.key_scale, made.key_norm, made.shift),
+        lambda: _launch_keys(layer, made, config, group, per_token),
+    )
+    return made
+
+
+def _launch_keys(layer: Layer, made: QuantizedKey, config: Config, group: int, per_token: bool) -> None:
+    """Fill `made`: the shift from the mean of the activations first, then the keys."""
+    x, heads, bias, length = layer.x, layer.heads, made.bias, made.kv_len
+    batch, _, channels = x.shape
+    padded, rows = padded_head_dim(layer.head_dim), made.key.shape[2]
+    strides = row_strides(bias) if bias is not None else (0, 0)
+    mask, masked = (made.shift, False) if bias is None else (bias, True)
+    mean = empty((batch, channels), torch.float32, x.device)
+    launch(
+        _mean_row, (batch, triton.cdiv(channels, 128)),
+        x, layer.x_scale, mask, mean, length, rows, 1 if bias is None else bias.shape[1], *x.stride()[:2], *strides,
+        C=channels, BLOCK=128, ROWS=_SAMPLE, HAS_BIAS=masked, num_warps=4,
     )  # fmt: skip
-    return QuantizedKey(key, key_scale, prepared, anchor, key_norm, live, shift, length)
+    launch(
+        _linear_shift, (batch, heads),
+        mean, layer.weight, layer.weight_scale, _layer_bias(layer), made.shift, heads, C=channels,
+        BLOCK=64 if padded <= 128 else 32, D=layer.head_dim, DP=padded, HAS_LINEAR_BIAS=layer.bias is not None,
+        num_warps=4,
+    )  # fmt: skip
+    norms = made.key_norm
+    launch(
+        _linear_qk, (rows // config.block_n, heads, batch),
+        x, layer.x_scale, layer.weight, layer.weight_scale, _layer_bias(layer), made.shift, mask, made.key,
+        made.key_scale, norms if norms is not None else made.shift, 1.0, length, heads,
+        group if bias is not None and bias.shape[1] > 1 else 1, *x.stride()[:2], *strides, ROWS=config.block_n,
+        HEADS=1, KIND="key", HAS_BIAS=masked, SCALES=config.block_n if per_token else 4 if config.gluon else 1,
+        HAS_NORM=norms is not None, **_gemm(layer),
+    )  # fmt: skip
 
 
-def int8_linear(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    heads: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def int8_linear(layer: Layer, dtype: torch.dtype) -> torch.Tensor:
     """Compute the plain layer [B, L, heads * D] in 16 bits by the same kernel: what a quantiser would read."""
-    batch, length, _ = x.shape
-    head_dim = weight.shape[0] // heads
-    padded = padded_head_dim(head_dim)
-    out = torch.empty((batch, length, weight.shape[0]), dtype=dtype, device=x.device)
-    together = max(1, _CHANNELS // padded)
-    rows = _ROWS if padded <= 128 else _ROWS // 2
-    _linear_qk[(triton.cdiv(length, rows), triton.cdiv(heads, together), batch)](
-        x, x_scale, weight, weight_scale, bias if bias is not None else weight_scale, x_scale, x_scale, out, x_scale,
-        x_scale, 1.0, length, heads, 1, *x.stride()[:2], 0, 0, ROWS=rows, HEADS=together, KIND="16bit",
-        HAS_BIAS=False, SCALES=1, HAS_NORM=False, **_gemm(weight, head_dim, bias),
-    )  # fmt: skip
+    batch, length, _ = layer.x.shape
+    out = torch.empty((batch, length, layer.weight.shape[0]), dtype=dtype, device=layer.x.device)
+
+    def run() -> None:
+        _rows_of_heads(layer, out, layer.x_scale, 1.0, "16bit")
+
+    replay(("int8 linear", layer.heads), (*layer.tensors, out), run)
     return out
 
 
-def _gemm(weight: torch.Tensor, head_dim: int, bias: torch.Tensor | None) -> dict[str, object]:
+def _rows_of_heads(layer: Layer, out: torch.Tensor, out_scale: torch.Tensor, factor: float, kind: str) -> None:
+    """Fill `out` and, for queries, `out_scale`."""
+    batch, length, _ = layer.x.shape
+    padded, unused = padded_head_dim(layer.head_dim), layer.x_scale
+    together, rows = max(1, _CHANNELS // padded), _ROWS if padded <= 128 else _ROWS // 2
+    launch(
+        _linear_qk, (triton.cdiv(length, rows), triton.cdiv(layer.heads, together), batch),
+        layer.x, layer.x_scale, layer.weight, layer.weight_scale, _layer_bias(layer), unused, unused, out, out_scale,
+        unused, factor, length, layer.heads, 1, *layer.x.stride()[:2], 0, 0, ROWS=rows, HEADS=together, KIND=kind,
+        HAS_BIAS=False, SCALES=1, HAS_NORM=False, **_gemm(layer),
+    )  # fmt: skip
+
+
+def _layer_bias(layer: Layer) -> torch.Tensor:
+    return layer.bias if layer.bias is not None else layer.weight_scale
+
+
+def _gemm(layer: Layer) -> dict[str, object]:
     return {
-        "C": weight.shape[1], "D": head_dim, "DP": padded_head_dim(head_dim), "STEP": _STEP,
-        "HAS_LINEAR_BIAS": bias is not None, "num_warps": 8, "num_stages": 4,
+        "C": layer.weight.shape[1], "D": layer.head_dim, "DP": padded_head_dim(layer.head_dim), "STEP": _STEP,
+        "HAS_LINEAR_BIAS": layer.bias is not None, "num_warps": 8, "num_stages": 4,
     }  # fmt: skip
