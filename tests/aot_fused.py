@@ -53,7 +53,8 @@ def variants(arch: int | str) -> Iterator[Variant]:
                 fused.key_tile(padded, config) if is_key else fused.query_tile(padded, config, across=across, lse=False)
             )
             constants = shared | flags | {
-                "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads, "STAGES": tile.num_stages, "IS_KEY": is_key,
+                "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads,
+                "STAGES": tile.num_stages, "IS_KEY": is_key,
                 "SCALES": 4 if config.gluon and is_key else 1, "HAS_NORM": config.gluon and is_key,
                 "HAS_LSE": False, "EVEN": not flags["HAS_BIAS"],
                 "HAS_BIAS": flags["HAS_BIAS"] and is_key,

@@ -7,12 +7,9 @@ from aot_rows import rows_of
 
 pytest.importorskip("triton")
 
-KNOWN_SPILLS = {"sm_86": 24}  # bytes of the queries' kernel with Triton 3.9, not mended yet
-
-
 # All variants of all head_dims: `python aot_fused.py sm_90`, which takes minutes.
 @pytest.mark.parametrize(("chip", "shared"), [("sm_86", 101_376), ("sm_90", 232_448)])
 def test_the_usual_variants_fit_the_chip(chip, shared):
     rows = rows_of("aot_fused.py", chip, "D128 head")
     assert {row["variant"].split()[0] for row in rows} == {"query", "key", "shift"}
-    assert not [row for row in rows if row["spills"] > KNOWN_SPILLS.get(chip, 0) or row["shared"] > shared]
+    assert not [row for row in rows if row["spills"] or row["shared"] > shared]

@@ -1,4 +1,4 @@
-"""Fused norm, RoPE and quantisation against diffusers' own Wan, Flux and Qwen-Image blocks; enable(fuse_qk=True)."""
+"""Fused norm, RoPE and quantisation against diffusers' own Wan, Flux, Qwen-Image and LTX blocks; enable(fuse_qk)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 pytest.importorskip("diffusers")
 
 from diffusers.models.attention_processor import Attention
-from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_wan
+from diffusers.models.transformers import transformer_flux, transformer_ltx, transformer_qwenimage, transformer_wan
 
 import sdpa_router
-from sdpa_router import disable, enable, int8_attention, record, rms_rope_quantize
+from sdpa_router import disable, enable, record
 from sdpa_router.backends.base import Backend, BackendLimits
-from sdpa_router.integrations.diffusers_fused import FusedFlux, FusedWan, fuse
+from sdpa_router.integrations.diffusers_fused import fuse
+from sdpa_router.integrations.fused_processors import FusedFlux, FusedLTX, FusedQwenImage, FusedWan
 from sdpa_router.testing import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,6 +61,29 @@ def flux(joint):
     return with_weights(block), inputs | ({"encoder_hidden_states": text} if joint else {})
 
 
+def qwen():
+    """A Qwen-Image attention: text before image, norms of each, complex angles."""
+    block = Attention(
+        query_dim=64, cross_attention_dim=None, added_kv_proj_dim=64, dim_head=32, heads=2, out_dim=64, bias=True,
+        context_pre_only=False, processor=transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0(), qk_norm="rms_norm",
+        eps=1e-6,
+    )  # fmt: skip
+    image, text = (torch.randn(2, n, 64, device=DEVICE) for n in (100, 30))
+    turns = [torch.rand(n, 16, device=DEVICE) * 6.3 for n in (100, 30)]
+    angles = tuple(torch.polar(torch.ones_like(turn), turn) for turn in turns)
+    return with_weights(block), {
+        "hidden_states": image, "encoder_hidden_states": text, "image_rotary_emb": angles,
+    }  # fmt: skip
+
+
+def ltx(**options):
+    """An LTX attention, hidden states and angles of 2 x 5 x 8 patches."""
+    block = transformer_ltx.LTXAttention(query_dim=96, heads=3, kv_heads=3, dim_head=32, **options)
+    states = torch.randn(2, 80, 96, device=DEVICE)
+    angles = transformer_ltx.LTXVideoRotaryPosEmbed(96).to(DEVICE)(states, 2, 5, 8)
+    return with_weights(block), {"hidden_states": states, "image_rotary_emb": angles}
+
+
 def cast(inputs, dtype):
     hidden = ("hidden_states", "encoder_hidden_states")
     return {name: value.to(dtype) if name in hidden else value for name, value in inputs.items()}
@@ -75,7 +99,10 @@ def exact_and_half(block, inputs):
     return exact, block.half(), cast(inputs, torch.float16)
 
 
-CASES = {"wan": wan, "flux joint": lambda: flux(True), "flux single": lambda: flux(False)}
+CASES = {
+    "wan": wan, "flux joint": lambda: flux(True), "flux single": lambda: flux(False), "qwen": qwen, "ltx": ltx,
+}  # fmt: skip
+FUSED = {"wan": FusedWan, "flux joint": FusedFlux, "flux single": FusedFlux, "qwen": FusedQwenImage, "ltx": FusedLTX}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,7 +110,7 @@ def test_a_fused_block_answers_as_its_own_in_float64(case):
     exact, block, inputs = exact_and_half(*CASES[case]())
     native = outputs(block(**inputs))
     enable(block, min_kv=0, fuse_qk=True)
-    assert isinstance(block.processor, FusedWan if case == "wan" else FusedFlux)
+    assert type(block.processor) is FUSED[case]
     with record() as seen:
         fused = outputs(block(**inputs))
     assert [(r["backend"], r["count"]) for r in seen.records] == [("int8", 1)]
@@ -107,42 +134,35 @@ def test_text_cross_attention_of_wan_has_a_norm_and_no_rope():
     assert [r["backend"] for r in seen.records] == ["int8"]
 
 
-def test_the_norms_and_angles_of_qwen_image(monkeypatch):
-    """Its joint attention: text before image, norms of each, complex angles, a mask with padding in the middle."""
-    block = Attention(
-        query_dim=64, cross_attention_dim=None, added_kv_proj_dim=64, dim_head=32, heads=2, out_dim=64, bias=True,
-        context_pre_only=False, processor=transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0(), qk_norm="rms_norm",
-        eps=1e-6,
-    )  # fmt: skip
-    block = with_weights(block).half()
-    image, text = (torch.randn(1, n, 64, device=DEVICE).half() for n in (100, 30))
-    turn = [torch.rand(n, 16, device=DEVICE) * 6.3 for n in (100, 30)]
-    angles = tuple(torch.polar(torch.ones_like(t), t) for t in turn)
-    keep = torch.arange(30, device=DEVICE)[None] < 21
-    caught = {}
+def test_a_mask_of_the_text_of_qwen_image():
+    block, inputs = qwen()
+    keep = torch.arange(30, device=DEVICE)[None] < torch.tensor([[21], [30]], device=DEVICE)
+    exact, block, inputs = exact_and_half(block, inputs | {"encoder_hidden_states_mask": keep})
+    enable(block, min_kv=0, fuse_qk=True)
+    with record() as seen:
+        fused = block(**inputs)
+    assert [(r["backend"], r["count"]) for r in seen.records] == [("int8", 1)]
+    assert all(relative_error(got, wanted) < BUDGET for got, wanted in zip(fused, exact, strict=True))
+    garbage = inputs["encoder_hidden_states"].clone()
+    garbage[0, 21:] *= 50
+    again = block(**inputs | {"encoder_hidden_states": garbage})
+    assert torch.equal(again[0], fused[0])
+    with pytest.raises(ValueError, match="attention_mask"):  # diffusers' own words
+        block(**inputs, attention_mask=keep)
 
-    def attend(query, key, value, attn_mask=None, **_):
-        caught.update(query=query, key=key, value=value, mask=attn_mask)
-        return query
 
-    monkeypatch.setattr(transformer_qwenimage, "dispatch_attention_fn", attend)
-    block(image, encoder_hidden_states=text, encoder_hidden_states_mask=keep, image_rotary_emb=angles)
-    query, key, value = (caught[name].transpose(1, 2) for name in ("query", "key", "value"))
-    mask = caught["mask"]
-
-    heads = {"image": image, "text": text}
-    layers = {"image": (block.to_q, block.to_k), "text": (block.add_q_proj, block.add_k_proj)}
-    q, k = (
-        tuple(layers[s][i](heads[s]).unflatten(2, (2, 32)).transpose(1, 2) for s in ("text", "image")) for i in (0, 1)
-    )
-    table = torch.cat(angles[::-1])
-    quantized = rms_rope_quantize(
-        q, k, (block.norm_added_q.weight, block.norm_q.weight), (block.norm_added_k.weight, block.norm_k.weight),
-        table.real, table.imag, interleaved=True, eps=1e-6, attn_mask=mask,
-    )  # fmt: skip
-    out = int8_attention(quantized, value)
-    wanted = torch.nn.functional.scaled_dot_product_attention(query.double(), key.double(), value.double(), mask)
-    assert relative_error(out, wanted) < BUDGET
+def test_text_cross_attention_of_ltx_has_a_mask_and_no_rope():
+    block, inputs = ltx(cross_attention_dim=64)
+    del inputs["image_rotary_emb"]
+    inputs["encoder_hidden_states"] = torch.randn(2, 40, 64, device=DEVICE)
+    inputs["attention_mask"] = -1e4 * (torch.rand(2, 1, 40, device=DEVICE) > 0.7).double()
+    exact = outputs(copy.deepcopy(block).double()(**cast(inputs, torch.float64)))
+    block, inputs = block.half(), cast(inputs, torch.float16)
+    inputs["attention_mask"] = inputs["attention_mask"].half()
+    enable(block, min_kv=0, fuse_qk=True)
+    with record() as seen:
+        assert relative_error(block(**inputs), exact[0]) < BUDGET
+    assert [r["backend"] for r in seen.records] == ["int8"]
 
 
 def test_blocks_that_do_not_match_stay_and_say_why(caplog):
@@ -153,12 +173,15 @@ def test_blocks_that_do_not_match_stay_and_say_why(caplog):
     odd["eps"].norm_k.eps = odd["wan_eps"].norm_k.eps = odd["added"].norm_added_q.eps = 1e-3
     odd["fused"].fuse_projections()
     odd["other"] = Attention(query_dim=64, heads=2, dim_head=32)
+    odd["ltx"], odd["qwen"] = ltx()[0], qwen()[0]
+    odd["ltx"].inner_kv_dim = 64
+    odd["qwen"].norm_added_k = torch.nn.LayerNorm(32)
     with caplog.at_level(logging.INFO, "sdpa_router.dispatch"):
         found = fuse(odd)
     assert found.pop("wan") is None
     assert {name: reason.split()[0] for name, reason in found.items()} == {
         "image": "it", "eps": "norm_k's", "fused": "its", "other": "Attention", "wan_eps": "norm_k's",
-        "added": "norm_added_q's",
+        "added": "norm_added_q's", "ltx": "its", "qwen": "norm_added_k",
     }  # fmt: skip
     assert "add_k_proj" in found["image"]
     assert all(f"fuse_qk leaves {name} as it is: {reason}" in caplog.text for name, reason in found.items())

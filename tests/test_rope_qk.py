@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -85,6 +86,16 @@ def test_norm_across_heads_without_weights():
     query, key, value = draw(1, 3, 40, 32), draw(1, 3, 40, 32), draw(1, 3, 40, 32)
     query[:, 0] *= 5
     check(query, key, value, (None, None), (None, None), interleaved=True, eps=1e-5, across_heads=True)
+
+
+def test_no_weight_past_the_last_head_is_read():
+    """Three heads go in a tile of eight; a NaN behind their weights would show as a warning of numpy."""
+    query, key = draw(1, 3, 20, 32), draw(1, 3, 20, 32)
+    behind = torch.full((8 * 32,), math.nan, device=DEVICE)
+    behind[: 3 * 32] = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rms_rope_quantize(query, key, behind[:96], behind[:96], None, None, interleaved=True, eps=1e-6)
 
 
 def test_without_norm_and_without_rope():

@@ -231,21 +231,26 @@ _QUERIES_ACROSS, _HOPPER_REGISTERS = Tile(8, 8, 40, 4, 1), 168
 # Keys of one scale belong to one head, and a tile of theirs is the block of keys that the attention reads: fastest of
 # some twenty variants on an H200. Three stages, 8 to 14 % faster there, are more shared memory than most chips have.
 _KEYS, _HOPPER_STAGES = Tile(128, 1, 4, 8, 1), 3
+_PORTABLE = 2  # as many more warps: elsewhere, with products by mma.sync, 64 channels a thread don't fit its registers
 
 
 def query_tile(padded: int, config: Config, *, across: bool, lse: bool) -> Tile:
     """The launch for queries of this padded head_dim; across: under a norm across heads."""
     tile = _QUERIES_ACROSS if across else _QUERIES
     capped = across and not lse and config.gluon and padded == 128
-    rows = max(1, tile.rows * 128 // padded)
-    return tile._replace(rows=rows, max_registers=_HOPPER_REGISTERS if capped else None)
+    return tile._replace(
+        rows=max(1, tile.rows * 128 // padded),
+        num_warps=tile.num_warps * (1 if config.gluon else _PORTABLE),
+        max_registers=_HOPPER_REGISTERS if capped else None,
+    )
 
 
 def key_tile(padded: int, config: Config) -> Tile:
     """The launch for keys of this padded head_dim."""
     stages = _HOPPER_STAGES if config.gluon and padded == 128 else _KEYS.num_stages
-    num_warps = _KEYS.num_warps * config.block_n * padded // (_KEYS.rows * 128)
-    return _KEYS._replace(rows=config.block_n, num_warps=max(1, min(_KEYS.num_warps, num_warps)), num_stages=stages)
+    elements = config.block_n * padded * (1 if config.gluon else _PORTABLE)
+    num_warps = max(1, min(_KEYS.num_warps, _KEYS.num_warps * elements // (_KEYS.rows * 128)))
+    return _KEYS._replace(rows=config.block_n, num_warps=num_warps, num_stages=stages)
 
 
 def sample_rows(padded: int) -> int:

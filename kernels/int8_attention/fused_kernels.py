@@ -48,7 +48,9 @@ def _rope_key_shift(
             cos, sin = _angles(COS, SIN, h + tl.arange(0, 1), rows, keep[:, None], s_ch, s_cl, s_cj, HALF, R)
         else:
             cos, sin = 1.0, 0.0
-        weights = _weights_of_rows(W, W2, h + tl.arange(0, 1), rows, split, D, HALF, R, HALVES, ACROSS, HAS_WEIGHT, TWO)
+        weights = _weights_of_rows(
+            W, W2, h + tl.arange(0, 1), heads, rows, split, D, HALF, R, HALVES, ACROSS, HAS_WEIGHT, TWO
+        )
         x, y, _, rstd = _normed_and_rotated(
             K, K2, weights, (cos, sin, sin, cos), RSTD, h + tl.arange(0, 1), rows, keep[:, None], split, eps,
             s_h, s_l, s_h2, s_l2, D, HALF, R, HALVES, NORM, ACROSS, HAS_WEIGHT, TWO,
@@ -101,7 +103,9 @@ def _rms_rope_quantize(
     else:
         cos, sin = 1.0, 0.0
     if not ACROSS:
-        wa, wb = _weights_of_rows(W, W2, tl.arange(0, 1), rows, split, D, HALF, R, HALVES, False, HAS_WEIGHT, TWO)
+        wa, wb = _weights_of_rows(
+            W, W2, tl.arange(0, 1), heads, rows, split, D, HALF, R, HALVES, False, HAS_WEIGHT, TWO
+        )
     # A thread that holds several heads of a row keeps their turn with the weights in it: two factors fewer a pair.
     FOLDED: tl.constexpr = TOGETHER > 1 and HAS_WEIGHT and R > 0 and not ACROSS and not PER_HEAD
     turn = (cos * wa, sin * wb, sin * wa, cos * wb) if FOLDED else (cos, sin, sin, cos)
@@ -122,12 +126,12 @@ def _rms_rope_quantize(
         else:
             turn_h = turn
         if ACROSS:
-            weights = _weights_of_rows(W, W2, h, rows, split, D, HALF, R, HALVES, True, HAS_WEIGHT, TWO)
+            weights = _weights_of_rows(W, W2, h, heads, rows, split, D, HALF, R, HALVES, True, HAS_WEIGHT, TWO)
         else:
             weights = (wa, wb)
         x, y, squares, rstd = _normed_and_rotated(
-            X, X2, weights, turn_h, RSTD, h, rows, keep[:, None] & (h < heads)[None, :], split, eps, s_h, s_l, s_h2, s_l2,
-            D, HALF, R, HALVES, NORM, ACROSS, HAS_WEIGHT and not FOLDED, TWO,
+            X, X2, weights, turn_h, RSTD, h, rows, keep[:, None] & (h < heads)[None, :], split, eps,
+            s_h, s_l, s_h2, s_l2, D, HALF, R, HALVES, NORM, ACROSS, HAS_WEIGHT and not FOLDED, TWO,
         )  # fmt: skip
         if IS_KEY:
             x = tl.fma(x, rstd[:, :, None], -tl.load(SHIFT + head * DP + j)[None, None, :])

@@ -40,30 +40,33 @@ def _tile(X, h, rows, keep, s_h, s_l, D: tl.constexpr, HALF: tl.constexpr, R: tl
 
 
 @triton.jit
-def _weights(W, h, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, ACROSS: tl.constexpr):
-    """[1, HEADS or 1, HALF] weights of the first and of the second channels of the pairs."""
-    first, second = _columns(HALF, R)
-    c = tl.arange(0, 2 * HALF)
-    start = (h * D if ACROSS else tl.zeros([1], tl.int32))[:, None]
+def _weights(
+    W, h, heads, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, ACROSS: tl.constexpr
+):
+    """[1, HEADS or 1, HALF] weights of the first and of the second channels of the pairs; 0 past the last head."""
+    start = (h * D)[:, None] if ACROSS else tl.zeros([1, 1], tl.int32)
+    there = (h < heads)[:, None] if ACROSS else start == 0
     if HALVES:
-        a = tl.load(W + start + first[None, :], mask=(first < D)[None, :], other=0)
-        b = tl.load(W + start + second[None, :], mask=(second < D)[None, :], other=0)
+        first, second = _columns(HALF, R)
+        a = tl.load(W + start + first[None, :], mask=there & (first < D)[None, :], other=0)
+        b = tl.load(W + start + second[None, :], mask=there & (second < D)[None, :], other=0)
     else:
-        w = tl.load(W + start + c[None, :], mask=(c < D)[None, :], other=0)
+        c = tl.arange(0, 2 * HALF)
+        w = tl.load(W + start + c[None, :], mask=there & (c < D)[None, :], other=0)
         a, b = w.reshape([w.shape[0], HALF, 2]).split()
     return a.to(tl.float32)[None], b.to(tl.float32)[None]
 
 
 @triton.jit
 def _weights_of_rows(
-    W, W2, h, rows, split, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr,
+    W, W2, h, heads, rows, split, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr,
     ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """The same, [ROWS or 1, HEADS or 1, HALF], where the rows may belong to two segments with weights of their own."""
     if HAS_WEIGHT:
-        a, b = _weights(W, h, D, HALF, R, HALVES, ACROSS)
+        a, b = _weights(W, h, heads, D, HALF, R, HALVES, ACROSS)
         if TWO:
-            a2, b2 = _weights(W2, h, D, HALF, R, HALVES, ACROSS)
+            a2, b2 = _weights(W2, h, heads, D, HALF, R, HALVES, ACROSS)
             front = (rows < split)[:, None, None]
             a = tl.where(front, a, a2)
             b = tl.where(front, b, b2)
