@@ -98,8 +98,10 @@ CASES = {
 TILES: dict[str, dict[str, Any]] = {
     "default": {},
     "queries by one head": {"_QUERIES": Tile(64, 1, 4, 4, 1), "_QUERIES_ACROSS": Tile(64, 1, 4, 4, 1)},
-    "queries in 8 warps": {"_QUERIES": Tile(16, 4, 16, 8, 1), "_QUERIES_ACROSS": Tile(16, 4, 40, 8, 1)},
-    "queries, 8 heads a program": {"_QUERIES": Tile(8, 8, 8, 4, 1), "_QUERIES_ACROSS": Tile(8, 8, 16, 4, 1)},
+    "queries in 8 warps": {"_QUERIES": Tile(16, 4, 16, 8, 1, 128), "_QUERIES_ACROSS": Tile(16, 4, 40, 8, 1, 128)},
+    "queries by four heads": {"_QUERIES": Tile(16, 4, 16, 4, 1, 168), "_QUERIES_ACROSS": Tile(16, 4, 40, 4, 1, 168)},
+    "queries, 8 heads a program": {"_QUERIES": Tile(8, 8, 8, 4, 1, 168), "_QUERIES_ACROSS": Tile(8, 8, 8, 4, 1, 168)},
+    "queries, 2 stages": {"_QUERIES": Tile(8, 8, 16, 4, 2, 168), "_QUERIES_ACROSS": Tile(8, 8, 40, 4, 2, 168)},
     "keys in 16 warps": {"_KEYS": Tile(128, 1, 4, 16, 1)},
     "keys in 16 warps, 1 stage": {"_KEYS": Tile(128, 1, 4, 16, 1), "_HOPPER_STAGES": 1},
     "keys, 2 heads a program": {"_KEYS": Tile(128, 1, 2, 8, 1)},

@@ -69,7 +69,7 @@ class Rope:
 class Tile(NamedTuple):
     """Launch of the quantising kernel: rows and heads of a tile, heads of a program, warps, stages of its loop.
 
-    max_registers: of a thread, where the compiler would take a few more than let another program run beside.
+    max_registers: of a thread, where the compiler would take a few more than let another program run beside it.
     """
 
     rows: int
@@ -223,11 +223,10 @@ def _launch_queries(
         )  # fmt: skip
 
 
-# Queries: rows of a tile at head_dim 128, heads of a tile, heads of a program, warps, stages. 8 rows of 8 heads leave
-# a thread the angles of one row to hold.
-_QUERIES = Tile(8, 8, 16, 4, 1)
-# Under a norm across heads, whose weights differ by head; 168 registers let three programs run on a Hopper SM.
-_QUERIES_ACROSS, _HOPPER_REGISTERS = Tile(8, 8, 40, 4, 1), 168
+# Queries: rows of a tile at head_dim 128, heads of a tile, heads of a program, warps, stages, registers. With 8 heads of
+# a row a thread has few angles to hold; 168 registers let three programs run on an SM of Hopper. Not measured yet.
+_QUERIES = Tile(8, 8, 16, 4, 1, 168)
+_QUERIES_ACROSS = _QUERIES._replace(heads=40)  # their weights differ by head, so a program has less to hold
 # Keys of one scale belong to one head, and a tile of theirs is the block of keys that the attention reads: fastest of
 # some twenty variants on an H200. Three stages, 8 to 14 % faster there, are more shared memory than most chips have.
 _KEYS, _HOPPER_STAGES = Tile(128, 1, 4, 8, 1), 3
@@ -237,11 +236,10 @@ _PORTABLE = 2  # as many more warps: elsewhere, with products by mma.sync, 64 ch
 def query_tile(padded: int, config: Config, *, across: bool, lse: bool) -> Tile:
     """The launch for queries of this padded head_dim; across: under a norm across heads."""
     tile = _QUERIES_ACROSS if across else _QUERIES
-    capped = across and not lse and config.gluon and padded == 128
     return tile._replace(
         rows=max(1, tile.rows * 128 // padded),
         num_warps=tile.num_warps * (1 if config.gluon else _PORTABLE),
-        max_registers=_HOPPER_REGISTERS if capped else None,
+        max_registers=tile.max_registers if config.gluon and not lse else None,
     )
 
 

@@ -44,18 +44,19 @@ def _rope_key_shift(
     # Where the sample holds no key that is kept, the first block that does.
     while (count == 0) & (start < N):
         keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, N, HAS_BIAS)
+        of = h + tl.zeros([ROWS], tl.int32)
         if R > 0:
-            cos, sin = _angles(COS, SIN, h + tl.arange(0, 1), rows, keep[:, None], s_ch, s_cl, s_cj, HALF, R)
+            cos, sin = _angles(COS, SIN, of, rows, keep, s_ch, s_cl, s_cj, 1, HALF, R)
         else:
             cos, sin = 1.0, 0.0
         weights = _weights_of_rows(
             W, W2, h + tl.arange(0, 1), heads, rows, split, D, HALF, R, HALVES, ACROSS, HAS_WEIGHT, TWO
         )
         x, y, _, rstd = _normed_and_rotated(
-            K, K2, weights, (cos, sin, sin, cos), RSTD, h + tl.arange(0, 1), rows, keep[:, None], split, eps,
-            s_h, s_l, s_h2, s_l2, D, HALF, R, HALVES, NORM, ACROSS, HAS_WEIGHT, TWO,
+            K, K2, weights, (cos, sin, sin, cos), RSTD, of, rows, keep, split, eps, s_h, s_l, s_h2, s_l2,
+            1, D, HALF, R, HALVES, NORM, ACROSS, HAS_WEIGHT, TWO,
         )  # fmt: skip
-        rstd = tl.where(keep[:, None], rstd, 0.0)[:, :, None]
+        rstd = tl.where(keep[None, :], rstd, 0.0)[:, :, None]
         count = tl.sum(keep.to(tl.float32), 0)
         first = tl.sum((x * rstd).reshape([ROWS, HALF]), 0)
         second = tl.sum((y * rstd).reshape([ROWS, HALF]), 0)
@@ -98,8 +99,10 @@ def _rms_rope_quantize(
     i = tl.arange(0, B)
     rotation = tl.load(ROTATION + i[:, None] * B + i[None, :])
     dtype: tl.constexpr = tl.float32 if UPCAST else X.dtype.element_ty
+    m = tl.arange(0, TOGETHER * ROWS)
+    row = block * ROWS + m % ROWS
     if R > 0 and not PER_HEAD:
-        cos, sin = _angles(COS, SIN, tl.arange(0, 1), rows, inside[:, None], 0, s_cl, s_cj, HALF, R)
+        cos, sin = _angles(COS, SIN, rows * 0, rows, inside, 0, s_cl, s_cj, 1, HALF, R)
     else:
         cos, sin = 1.0, 0.0
     if not ACROSS:
@@ -109,19 +112,18 @@ def _rms_rope_quantize(
     # A thread that holds several heads of a row keeps their turn with the weights in it: two factors fewer a pair.
     FOLDED: tl.constexpr = TOGETHER > 1 and HAS_WEIGHT and R > 0 and not ACROSS and not PER_HEAD
     turn = (cos * wa, sin * wb, sin * wa, cos * wb) if FOLDED else (cos, sin, sin, cos)
-    m = tl.arange(0, ROWS * TOGETHER)
-    row = block * ROWS + m // TOGETHER
     j = tl.arange(0, HALF)
     start = tl.program_id(0) * HEADS
     for first in tl.range(start, tl.minimum(start + HEADS, heads), TOGETHER, num_stages=STAGES):
         h = first + tl.arange(0, TOGETHER)
         head = b * heads + first  # of the first one
-        keep = inside
+        of = first + m // ROWS
+        keep = (row < L) & (of < heads)
         if HAS_BIAS:
             keep = _kept(BIAS + (b * s_bias_b + first * bias_rows * s_bias_h) * (blocks * ROWS), bias_rows,
                          s_bias_h * (blocks * ROWS), rows, L, HAS_BIAS)  # fmt: skip
         if R > 0 and PER_HEAD:
-            cos_h, sin_h = _angles(COS, SIN, h, rows, inside[:, None] & (h < heads)[None, :], s_ch, s_cl, s_cj, HALF, R)
+            cos_h, sin_h = _angles(COS, SIN, of, row, keep, s_ch, s_cl, s_cj, TOGETHER, HALF, R)
             turn_h = (cos_h, sin_h, sin_h, cos_h)
         else:
             turn_h = turn
@@ -130,40 +132,39 @@ def _rms_rope_quantize(
         else:
             weights = (wa, wb)
         x, y, squares, rstd = _normed_and_rotated(
-            X, X2, weights, turn_h, RSTD, h, rows, keep[:, None] & (h < heads)[None, :], split, eps,
-            s_h, s_l, s_h2, s_l2, D, HALF, R, HALVES, NORM, ACROSS, HAS_WEIGHT and not FOLDED, TWO,
+            X, X2, weights, turn_h, RSTD, of, row, keep, split, eps, s_h, s_l, s_h2, s_l2,
+            TOGETHER, D, HALF, R, HALVES, NORM, ACROSS, HAS_WEIGHT and not FOLDED, TWO,
         )  # fmt: skip
         if IS_KEY:
             x = tl.fma(x, rstd[:, :, None], -tl.load(SHIFT + head * DP + j)[None, None, :])
             y = tl.fma(y, rstd[:, :, None], -tl.load(SHIFT + head * DP + HALF + j)[None, None, :])
             if HAS_BIAS or not EVEN:
-                x = tl.where(keep[:, None, None], x, 0.0)
-                y = tl.where(keep[:, None, None], y, 0.0)
+                x = tl.where(keep[None, :, None], x, 0.0)
+                y = tl.where(keep[None, :, None], y, 0.0)
         else:
             x *= rstd[:, :, None]
             y *= rstd[:, :, None]
-        z = tl.join(x, y).reshape([ROWS * TOGETHER, DP]).to(X.dtype.element_ty)
-        z = _rotate(z.to(dtype), rotation.to(dtype), ROWS * TOGETHER, DP, B)
+        z = tl.join(x, y).reshape([TOGETHER * ROWS, DP]).to(X.dtype.element_ty)
+        z = _rotate(z.to(dtype), rotation.to(dtype), TOGETHER * ROWS, DP, B)
         peak = _row_peaks(z, DP, B)
         if IS_KEY:
             _store_keys(z, peak, Y, SCALE, NORMS, head, block, blocks, ROWS, DP, SCALES, HAS_NORM)
         else:
-            there = inside[:, None] & (h < heads)[None, :]
-            at = ((head + tl.arange(0, TOGETHER)) * L)[None, :] + rows[:, None]
+            there = inside[None, :] & (h < heads)[:, None]
+            at = ((head + tl.arange(0, TOGETHER)) * L)[:, None] + rows[None, :]
             if ACROSS and RSTD is None:
                 # Without the other heads 1 / rms isn't known yet: _finish_scales puts it in.
                 size = (squares * (1.0 / D) + eps) * rstd  # the head's own rms
                 tl.store(SQUARES + at, squares, mask=there)
             else:
-                size = tl.full([ROWS, TOGETHER], 1.0, tl.float32)
+                size = tl.full([TOGETHER, ROWS], 1.0, tl.float32)
             if HAS_LSE:
-                kv = SHIFT + ((b * (heads // group) + h // group) * DP)[None, :, None] + j[None, None, :]
-                kept = (h < heads)[None, :, None]
+                kv = SHIFT + ((b * (heads // group) + h // group) * DP)[:, None, None] + j[None, None, :]
+                kept = (h < heads)[:, None, None]
                 shift, shift2 = tl.load(kv, mask=kept, other=0.0), tl.load(kv + HALF, mask=kept, other=0.0)
                 tl.store(LSE_TERM + at, tl.sum(x * shift + y * shift2, 2) * lse_factor * size, mask=there)
-            scale = factor * size.reshape([ROWS * TOGETHER])
-            of_row = m % TOGETHER
-            _store_queries(z, peak, Y, SCALE, head + of_row, row, (row < L) & (first + of_row < heads), L, scale, DP)
+            scale = factor * size.reshape([TOGETHER * ROWS])
+            _store_queries(z, peak, Y, SCALE, b * heads + of, row, keep, L, scale, DP)
 
 
 @triton.jit(do_not_specialize=["L", "split", "heads"])
@@ -175,17 +176,19 @@ def _row_rms(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(1).to(tl.int64)
     HALF: tl.constexpr = DP // 2
-    squares = tl.zeros([ROWS, TOGETHER, HALF], tl.float32)
+    m = tl.arange(0, TOGETHER * ROWS)
+    row = tl.program_id(0) * ROWS + m % ROWS
+    squares = tl.zeros([TOGETHER, ROWS, HALF], tl.float32)
     for first in range(0, heads, TOGETHER):
-        h = first + tl.arange(0, TOGETHER)
-        there = (rows < L)[:, None] & (h < heads)[None, :]
-        x, y = _tile(X + b * s_b, h, rows, there & (rows < split)[:, None], s_h, s_l, D, HALF, 0, False)
+        h = first + m // ROWS
+        there = (row < L) & (h < heads)
+        x, y = _tile(X + b * s_b, h, row, there & (row < split), s_h, s_l, TOGETHER, D, HALF, 0, False)
         squares += x * x + y * y
         if TWO:
-            behind = there & (rows >= split)[:, None]
-            x2, y2 = _tile(X2 + b * s_b2, h, rows - split, behind, s_h2, s_l2, D, HALF, 0, False)
+            behind = there & (row >= split)
+            x2, y2 = _tile(X2 + b * s_b2, h, row - split, behind, s_h2, s_l2, TOGETHER, D, HALF, 0, False)
             squares += x2 * x2 + y2 * y2
-    total = tl.sum(squares.reshape([ROWS, TOGETHER * HALF]), 1)
+    total = tl.sum(tl.sum(squares, 0), 1)
     tl.store(RSTD + b * L + rows, tl.math.rsqrt(total / (heads * D) + eps), mask=rows < L)
 
 

@@ -1,8 +1,9 @@
 """Steps of the fused quantisation: a tile of heads and rows through RMSNorm, RoPE and rounding, in registers.
 
-A tile is [ROWS, HEADS, channels]: a thread holds the same rows and channels of all its heads, and so needs their angles
-once. A pair of RoPE lies in one thread: (2j, 2j + 1) where pairs are interleaved, (j, j + R/2) where they are halves;
-the order of channels that this leaves is the same for query and key, and their products don't notice.
+A tile is [HEADS, ROWS, channels]: a thread holds the same row and channels of several heads, and so needs their angles
+once. It is loaded as [HEADS * ROWS, channels], which puts the heads into a thread in every Triton. A pair of RoPE lies
+in one thread: (2j, 2j + 1) where pairs are interleaved, (j, j + R/2) where they are halves; the order of channels that
+this leaves is the same for query and key, and their products don't notice.
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ def _columns(HALF: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _tile(X, h, rows, keep, s_h, s_l, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr):
-    """[ROWS, HEADS, HALF] of the first and of the second channels of the pairs, in float32; 0 where not kept.
+def _tile(
+    X, h, rows, keep, s_h, s_l, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """[HEADS, ROWS, HALF] of the first and of the second channels of the pairs, in float32; 0 where not kept.
 
-    rows: [ROWS]; h: [HEADS]; keep: [ROWS, HEADS].
+    h, rows, keep: [HEADS * ROWS].
     """
-    start = X + (rows.to(tl.int64) * s_l)[:, None, None] + (h.to(tl.int64) * s_h)[None, :, None]
-    there = keep[:, :, None]
+    ROWS: tl.constexpr = h.shape[0] // HEADS
+    start = X + (h.to(tl.int64) * s_h + rows.to(tl.int64) * s_l)[:, None]
+    there = keep[:, None]
     if HALVES:
         first, second = _columns(HALF, R)
-        a = tl.load(start + first[None, None, :], mask=there & (first < D)[None, None, :], other=0)
-        b = tl.load(start + second[None, None, :], mask=there & (second < D)[None, None, :], other=0)
+        a = tl.load(start + first[None, :], mask=there & (first < D)[None, :], other=0).reshape([HEADS, ROWS, HALF])
+        b = tl.load(start + second[None, :], mask=there & (second < D)[None, :], other=0).reshape([HEADS, ROWS, HALF])
     else:
         c = tl.arange(0, 2 * HALF)
-        x = tl.load(start + c[None, None, :], mask=there & (c < D)[None, None, :], other=0)
-        a, b = x.reshape([x.shape[0], x.shape[1], HALF, 2]).split()
+        x = tl.load(start + c[None, :], mask=there & (c < D)[None, :], other=0)
+        a, b = x.reshape([HEADS, ROWS, HALF, 2]).split()
     return a.to(tl.float32), b.to(tl.float32)
 
 
@@ -43,7 +48,7 @@ def _tile(X, h, rows, keep, s_h, s_l, D: tl.constexpr, HALF: tl.constexpr, R: tl
 def _weights(
     W, h, heads, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, ACROSS: tl.constexpr
 ):
-    """[1, HEADS or 1, HALF] weights of the first and of the second channels of the pairs; 0 past the last head."""
+    """[HEADS or 1, 1, HALF] weights of the first and of the second channels of the pairs; 0 past the last head."""
     start = (h * D)[:, None] if ACROSS else tl.zeros([1, 1], tl.int32)
     there = (h < heads)[:, None] if ACROSS else start == 0
     if HALVES:
@@ -54,7 +59,7 @@ def _weights(
         c = tl.arange(0, 2 * HALF)
         w = tl.load(W + start + c[None, :], mask=there & (c < D)[None, :], other=0)
         a, b = w.reshape([w.shape[0], HALF, 2]).split()
-    return a.to(tl.float32)[None], b.to(tl.float32)[None]
+    return a.to(tl.float32)[:, None, :], b.to(tl.float32)[:, None, :]
 
 
 @triton.jit
@@ -62,12 +67,15 @@ def _weights_of_rows(
     W, W2, h, heads, rows, split, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr,
     ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """The same, [ROWS or 1, HEADS or 1, HALF], where the rows may belong to two segments with weights of their own."""
+    """The same, [HEADS or 1, ROWS or 1, HALF], where the rows may belong to two segments with weights of their own.
+
+    h: [HEADS]; rows: [ROWS].
+    """
     if HAS_WEIGHT:
         a, b = _weights(W, h, heads, D, HALF, R, HALVES, ACROSS)
         if TWO:
             a2, b2 = _weights(W2, h, heads, D, HALF, R, HALVES, ACROSS)
-            front = (rows < split)[:, None, None]
+            front = (rows < split)[None, :, None]
             a = tl.where(front, a, a2)
             b = tl.where(front, b, b2)
     else:
@@ -76,41 +84,45 @@ def _weights_of_rows(
 
 
 @triton.jit
-def _angles(COS, SIN, h, rows, keep, s_h, s_l, s_j, HALF: tl.constexpr, R: tl.constexpr):
-    """[ROWS, HEADS, HALF] cosines and sines; 1 and 0 for channels that RoPE leaves alone. keep: [ROWS, HEADS]."""
+def _angles(COS, SIN, h, rows, keep, s_h, s_l, s_j, HEADS: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr):
+    """[HEADS, ROWS, HALF] cosines and sines; 1 and 0 for channels that RoPE leaves alone.
+
+    h, rows, keep: [HEADS * ROWS].
+    """
+    ROWS: tl.constexpr = rows.shape[0] // HEADS
     j = tl.arange(0, HALF)
-    at = (rows.to(tl.int64) * s_l)[:, None, None] + (h.to(tl.int64) * s_h)[None, :, None] + (j * s_j)[None, None, :]
-    inside = keep[:, :, None] & (j < R // 2)[None, None, :]
+    at = (h.to(tl.int64) * s_h + rows.to(tl.int64) * s_l)[:, None] + (j * s_j)[None, :]
+    inside = keep[:, None] & (j < R // 2)[None, :]
     cos = tl.load(COS + at, mask=inside, other=1.0).to(tl.float32)
-    return cos, tl.load(SIN + at, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(SIN + at, mask=inside, other=0.0).to(tl.float32)
+    return cos.reshape([HEADS, ROWS, HALF]), sin.reshape([HEADS, ROWS, HALF])
 
 
 @triton.jit
 def _normed_and_rotated(
     X, X2, weights, turn, RSTD, h, rows, keep, split, eps, s_h, s_l, s_h2, s_l2,
-    D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr,
-    ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr,
+    NORM: tl.constexpr, ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """Heads h of some rows: pairs [ROWS, HEADS, HALF] after weight and RoPE but before 1 / rms; squares' sum; 1 / rms.
+    """Heads h of some rows: pairs [HEADS, ROWS, HALF] after weight and RoPE but before 1 / rms; squares' sum; 1 / rms.
 
-    weights: a pair; turn: four, what the first channel of a pair gives to the first, the second to the first, the first
-    to the second and the second to the second (cos, sin, sin, cos, or with the weights in them).  The last two answers
-    are [ROWS, HEADS]. 1 / rms is that of the head alone where NORM is across heads and RSTD does not hold
-    the whole one.
+    h, rows, keep: [HEADS * ROWS].  weights: a pair; turn: four, what the first channel of a pair gives to the first,
+    the second to the first, the first to the second and the second to the second (cos, sin, sin, cos, or with the
+    weights in them).  The last two answers are [HEADS, ROWS]; 1 / rms is that of the head alone where NORM is across
+    heads and RSTD does not hold the whole one.
     """
     if TWO:
-        front = rows < split
-        a, b = _tile(X, h, rows, keep & front[:, None], s_h, s_l, D, HALF, R, HALVES)
-        a2, b2 = _tile(X2, h, rows - split, keep & (rows >= split)[:, None], s_h2, s_l2, D, HALF, R, HALVES)
+        a, b = _tile(X, h, rows, keep & (rows < split), s_h, s_l, HEADS, D, HALF, R, HALVES)
+        a2, b2 = _tile(X2, h, rows - split, keep & (rows >= split), s_h2, s_l2, HEADS, D, HALF, R, HALVES)
         a += a2
         b += b2
     else:
-        a, b = _tile(X, h, rows, keep, s_h, s_l, D, HALF, R, HALVES)
+        a, b = _tile(X, h, rows, keep, s_h, s_l, HEADS, D, HALF, R, HALVES)
     squares = tl.zeros([a.shape[0], a.shape[1]], tl.float32)
     rstd = squares + 1.0
     if NORM:
         if ACROSS and RSTD is not None:
-            rstd = tl.load(RSTD + tl.broadcast_to(rows[:, None], keep.shape), mask=keep, other=0.0)
+            rstd = tl.load(RSTD + rows, mask=keep, other=0.0).reshape([a.shape[0], a.shape[1]])
         else:
             squares = tl.sum(a * a + b * b, 2)
             rstd = tl.math.rsqrt(squares * (1.0 / D) + eps)
