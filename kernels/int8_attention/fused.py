@@ -223,8 +223,8 @@ def _launch_queries(
         )  # fmt: skip
 
 
-# Queries: rows of a tile at head_dim 128, heads of a tile, heads of a program, warps, stages, registers. With 8 heads of
-# a row a thread has few angles to hold; 168 registers let three programs run on an SM of Hopper. Not measured yet.
+# Queries: rows of a tile at head_dim 128, heads of a tile, heads of a program, warps, stages, registers. With 8 heads
+# of a row a thread has few angles to hold; 168 registers let three programs run on a Hopper SM. Not measured yet.
 _QUERIES = Tile(8, 8, 16, 4, 1, 168)
 _QUERIES_ACROSS = _QUERIES._replace(heads=40)  # their weights differ by head, so a program has less to hold
 # Keys of one scale belong to one head, and a tile of theirs is the block of keys that the attention reads: fastest of
