@@ -15,17 +15,10 @@ mask on; a value.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from typing import NamedTuple
-
 import torch
 
-from .decision import show
-from .kernels.int8_attention.limits import LIMITS
-from .mask import MaskKind, classify_mask
-from .qk import Groups, Layout, QuantizedQK, expect
-from .quantized import version_of
+from .qk import Groups, Layout, QuantizedQK
+from .relayout import Foreign, convert, give, read
 
 __all__ = [
     "COMFY_KITCHEN_64",
@@ -58,22 +51,6 @@ COMFY_KITCHEN_64 = Layout("comfy-kitchen, 64 keys", Groups(32, 8), Groups(64, 4)
 COMFY_KITCHEN_128 = Layout("comfy-kitchen, 128 keys", Groups(32, 8), Groups(128, 4), folded=False)
 COMFY_KITCHEN_D256_64 = Layout("comfy-kitchen, D 256, 64 keys", Groups(16, 8), Groups(64, 4), folded=False)
 COMFY_KITCHEN_D256_128 = Layout("comfy-kitchen, D 256, 128 keys", Groups(16, 8), Groups(128, 4), folded=False)
-# Query rows of a thread block, to which scales are padded.
-_QUERY_BLOCK = {SAGE_SM90_WARP.name: 64, SAGE_SM90_THREAD.name: 64}
-_WIDTHS = {"sage": (64, 96, 128), "comfy-kitchen": (64, 128, 256)}
-
-
-class Foreign(NamedTuple):
-    """What a foreign kernel takes: int8 query [B, H, Q, D] and key [B, Hkv, K, D], float32 scales [B, heads, groups].
-
-    softmax_scale: to be passed to the kernel, which multiplies it by log2(e); None where query_scale holds both.
-    """
-
-    query: torch.Tensor
-    query_scale: torch.Tensor
-    key: torch.Tensor
-    key_scale: torch.Tensor
-    softmax_scale: float | None
 
 
 def to_sage_block(quantized: QuantizedQK, *, requantize: bool = False) -> Foreign:
@@ -85,7 +62,7 @@ def to_sage_block(quantized: QuantizedQK, *, requantize: bool = False) -> Foreig
     >>> foreign = to_sage_block(quantized, requantize=True)
     >>> out = forward(foreign.query, foreign.key, value, foreign.query_scale, foreign.key_scale)
     """
-    return _to(quantized, SAGE_BLOCK, requantize)
+    return give(quantized, SAGE_BLOCK, requantize)
 
 
 def from_sage_block(
@@ -106,7 +83,7 @@ def from_sage_block(
     that of the keys as quantised, so without what was subtracted from them (its k - mean).
     """
     given = Foreign(query, query_scale, key, key_scale, None)
-    return _from(given, SAGE_BLOCK, 1.0, dtype, attn_mask, query_rotation, key_rotation)
+    return read(given, SAGE_BLOCK, 1.0, dtype, attn_mask, query_rotation, key_rotation)
 
 
 def to_sage_warp(quantized: QuantizedQK, *, sm90: bool = False, requantize: bool = False) -> Foreign:
@@ -116,7 +93,7 @@ def to_sage_warp(quantized: QuantizedQK, *, sm90: bool = False, requantize: bool
     its kernels for Hopper, query_scale [B, H, 4 * ceil(Q / 64)], one for 16 rows; one key scale for 128 keys. The
     softmax scale is the kernel's argument sm_scale. D is 64 or 128.
     """
-    return _to(quantized, SAGE_SM90_WARP if sm90 else SAGE_WARP, requantize)
+    return give(quantized, SAGE_SM90_WARP if sm90 else SAGE_WARP, requantize)
 
 
 def from_sage_warp(
@@ -138,7 +115,7 @@ def from_sage_warp(
     """
     given = Foreign(query, query_scale, key, key_scale, softmax_scale)
     layout = SAGE_SM90_WARP if sm90 else SAGE_WARP
-    return _from(given, layout, softmax_scale, dtype, attn_mask, query_rotation, key_rotation)
+    return read(given, layout, softmax_scale, dtype, attn_mask, query_rotation, key_rotation)
 
 
 def to_sage_thread(quantized: QuantizedQK, *, sm90: bool = False, requantize: bool = False) -> Foreign:
@@ -149,7 +126,7 @@ def to_sage_thread(quantized: QuantizedQK, *, sm90: bool = False, requantize: bo
     [B, H, 32 * ceil(Q / 64)], rows i and i + 8 of each 16; keys as above of each 128. The softmax scale is the kernel's
     argument sm_scale. D is 64 or 128.
     """
-    return _to(quantized, SAGE_SM90_THREAD if sm90 else SAGE_THREAD, requantize)
+    return give(quantized, SAGE_SM90_THREAD if sm90 else SAGE_THREAD, requantize)
 
 
 def from_sage_thread(
@@ -171,7 +148,7 @@ def from_sage_thread(
     """
     given = Foreign(query, query_scale, key, key_scale, softmax_scale)
     layout = SAGE_SM90_THREAD if sm90 else SAGE_THREAD
-    return _from(given, layout, softmax_scale, dtype, attn_mask, query_rotation, key_rotation)
+    return read(given, layout, softmax_scale, dtype, attn_mask, query_rotation, key_rotation)
 
 
 def to_comfy_kitchen(quantized: QuantizedQK, *, cta_k: int = 64, requantize: bool = False) -> Foreign:
@@ -182,7 +159,7 @@ def to_comfy_kitchen(quantized: QuantizedQK, *, cta_k: int = 64, requantize: boo
     key_scale [B, Hkv, 4 * ceil(K / cta_k)]: of each cta_k (64 or 128) keys, {8j + 2t, 8j + 2t + 1} share scale t. The
     softmax scale is attention_scale. Its value is int8, transposed and padded to cta_k keys, and stays its own affair.
     """
-    return _to(quantized, _comfy_layout(quantized.query.shape[3], cta_k), requantize)
+    return give(quantized, _comfy_layout(quantized.query.shape[3], cta_k), requantize)
 
 
 def from_comfy_kitchen(
@@ -208,133 +185,7 @@ def from_comfy_kitchen(
     """
     given = Foreign(query, query_scale, key, key_scale, softmax_scale)
     layout = _comfy_layout(query.shape[-1], cta_k)
-    return _from(given, layout, softmax_scale, dtype, attn_mask, query_rotation, key_rotation, head_dim)
-
-
-def convert(quantized: QuantizedQK, layout: Layout, *, requantize: bool = False) -> QuantizedQK:
-    """Return the same query and key with the scales of another layout; int8 values change only with requantize=True.
-
-    A value that was quantised with them stays behind; the mask must stay as it is, for the attention reads it.
-    Raises ValueError, without requantize=True, where rows that would share a scale have different ones.
-    """
-    kv_len, q_len = quantized.kv_len, quantized.query.shape[2]
-    source = quantized.layout
-    factor = 1.0
-    if layout.folded and not source.folded:
-        factor = quantized.softmax_scale * math.log2(math.e)
-    query, query_scale = quantized.query, quantized.query_scale
-    if factor < 0:
-        query = query.neg()
-    if factor != 1.0:
-        query_scale = query_scale * abs(factor)
-    query, query_scale = _regroup("query", query, query_scale, source.query, layout.query, q_len, requantize)
-    key = quantized.key[:, :, :kv_len]
-    key, key_scale = _regroup("key", key, quantized.key_scale, source.key, layout.key, kv_len, requantize)
-    return dataclasses.replace(
-        quantized,
-        query=query,
-        query_scale=query_scale,
-        key=key,
-        key_scale=key_scale,
-        # Scales that hold the softmax scale keep it: taking it out would round.
-        layout=dataclasses.replace(layout, folded=source.folded or layout.folded, rotation=source.rotation),
-        prepared=None,
-        value=None,  # what its order is, the layout does not say
-    )
-
-
-def _to(quantized: QuantizedQK, layout: Layout, requantize: bool) -> Foreign:
-    _check_width(layout, "quantized.query", quantized.query)
-    converted = convert(quantized, layout, requantize=requantize)
-    block = _QUERY_BLOCK.get(layout.name, 128)
-    count = -(-quantized.query.shape[2] // block) * (block // layout.query.block) * layout.query.scales
-    missing = count - converted.query_scale.shape[2]
-    query_scale = torch.nn.functional.pad(converted.query_scale, (0, missing))
-    scale: float | None = quantized.softmax_scale
-    if layout.folded:
-        scale = None
-    elif converted.layout.folded:
-        scale = math.log(2.0)  # the kernel multiplies by log2(e), and all else is in query_scale
-    return Foreign(converted.query, query_scale, converted.key.contiguous(), converted.key_scale, scale)
-
-
-def _from(
-    given: Foreign,
-    layout: Layout,
-    softmax_scale: float,
-    dtype: torch.dtype,
-    attn_mask: torch.Tensor | None,
-    query_rotation: str,
-    key_rotation: str,
-    head_dim: int | None = None,
-) -> QuantizedQK:
-    if query_rotation != key_rotation:
-        raise ValueError(f"key_rotation is {key_rotation!r}; expected {query_rotation!r}, that of query")
-    if not abs(softmax_scale) <= LIMITS.max_scale:
-        raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number of at most {LIMITS.max_scale:g}")
-    if dtype not in LIMITS.dtypes:
-        raise ValueError(f"dtype is {show(dtype)}; expected {show(LIMITS.dtypes)}")
-    for name, tensor in (("query", given.query), ("key", given.key)):
-        if tensor.dim() != 4 or tensor.dtype != torch.int8:
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected torch.int8 with 4 axes")
-        _check_width(layout, name, tensor)
-    q_len, kv_len = given.query.shape[2], given.key.shape[2]
-    _check_mask(attn_mask, dtype, (*given.query.shape[:3], kv_len))
-    block = _QUERY_BLOCK.get(layout.name, 128)
-    padded = -(-q_len // block) * (block // layout.query.block) * layout.query.scales
-    query_scale = _scales("query_scale", given.query_scale, given.query, padded)
-    key_scale = _scales("key_scale", given.key_scale, given.key, layout.key.count(kv_len))
-    folded = layout.folded
-    # What to_*() gives for a query whose scales hold the softmax scale.
-    if not folded and softmax_scale == math.log(2.0):
-        folded, softmax_scale = True, 1.0
-    return QuantizedQK(
-        given.query,
-        query_scale[..., : layout.query.count(q_len)],
-        given.key,
-        key_scale,
-        kv_len=kv_len,
-        head_dim=given.query.shape[3] if head_dim is None else head_dim,
-        dtype=dtype,
-        softmax_scale=softmax_scale,
-        layout=dataclasses.replace(layout, folded=folded, rotation=query_rotation),
-        attn_mask=attn_mask,
-        mask_version=version_of(attn_mask),
-    )
-
-
-def _check_mask(attn_mask: torch.Tensor | None, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-    """Raise ValueError for what is no mask of keys over [batch, heads, queries, keys]."""
-    if attn_mask is None:
-        return
-    info = classify_mask(attn_mask, sizes[0], sizes[1], sizes[2], sizes[3])
-    if info.kind is not MaskKind.PER_KEY or info.dtype not in (torch.bool, torch.float32, dtype):
-        raise ValueError(
-            f"attn_mask is {show(info.dtype)} {show(info.shape)}; expected bool, float32 or {show(dtype)}, one row for "
-            f"all queries, that broadcasts to {show(sizes)}"
-        )
-
-
-def _regroup(
-    name: str, rows: torch.Tensor, scale: torch.Tensor, source: Groups, target: Groups, length: int, requantize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [B, H, L, D] and their scales by `source` -> the same by `target`."""
-    if source == target:
-        return rows, scale[..., : target.count(length)]
-    each = scale[..., source.index(length, scale.device)]
-    index = target.index(length, scale.device).expand_as(each)
-    shared = each.new_zeros((*each.shape[:2], target.count(length)))
-    shared.scatter_reduce_(2, index, each, "amax")
-    new = shared.gather(2, index)
-    if torch.equal(new, each):
-        return rows, shared
-    if not requantize:
-        raise ValueError(
-            f"{name}'s scales differ inside groups that would share one; expected one scale for each group of "
-            f"{target}, or requantize=True, which rounds the values again"
-        )
-    ratio = torch.where(new > 0, each / new, 0.0)
-    return (rows * ratio[..., None]).round().to(torch.int8), shared
+    return read(given, layout, softmax_scale, dtype, attn_mask, query_rotation, key_rotation, head_dim)
 
 
 def _comfy_layout(width: int, cta_k: int) -> Layout:
@@ -343,16 +194,3 @@ def _comfy_layout(width: int, cta_k: int) -> Layout:
     if width == 256:
         return COMFY_KITCHEN_D256_64 if cta_k == 64 else COMFY_KITCHEN_D256_128
     return COMFY_KITCHEN_64 if cta_k == 64 else COMFY_KITCHEN_128
-
-
-def _check_width(layout: Layout, name: str, tensor: torch.Tensor) -> None:
-    widths = _WIDTHS[layout.name.partition(",")[0].partition(" ")[0]]
-    if tensor.shape[-1] not in widths:
-        raise ValueError(f"{name} has {tensor.shape[-1]} channels; expected one of {widths}, which {layout.name} takes")
-
-
-def _scales(name: str, scale: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
-    flat = scale.squeeze(3) if scale.dim() == 4 and scale.shape[3] == 1 else scale
-    expect(f"{name}'s dtype", flat.dtype, torch.float32)
-    expect(f"{name}'s shape", tuple(flat.shape), (*rows.shape[:2], count))
-    return flat

@@ -79,9 +79,13 @@ def rms_rope_quantize(
     require_kernel(Call(whole[0], whole[1], whole[1], attn_mask, 0.0, False, scale, enable_gqa), "auto", precision)
     head_dim = whole[0].shape[3]
     rotary = head_dim if rotary_dim is None else rotary_dim
-    if cos is not None and not (type(rotary) is int and 0 < rotary <= head_dim and rotary % 2 == 0):
+    unused = cos is None and rotary_dim is None
+    if not unused and not (type(rotary) is int and 0 < rotary <= head_dim and rotary % 2 == 0):
         raise ValueError(f"rotary_dim is {rotary}; expected an even number up to head_dim, {head_dim}")
     _check_eps(eps)
+    for name, flag in (("interleaved", interleaved), ("across_heads", across_heads), ("lse", lse)):
+        if type(flag) is not bool:
+            raise ValueError(f"{name} is of type {type(flag).__name__}; expected True or False")
     across = across_heads or _is_across(query_weight, whole[0]) or _is_across(key_weight, whole[1])
     if cos is None and (key_cos is not None or key_sin is not None):
         raise ValueError("key_cos or key_sin is given; expected None, for cos is None and RoPE is left out")
@@ -208,6 +212,7 @@ def _rows(
         if one is not None and not (isinstance(one, torch.Tensor) and one.is_floating_point()):
             given = show(one.dtype) if isinstance(one, torch.Tensor) else f"of type {type(one).__name__}"
             raise ValueError(f"{name}_weight is {given}; expected a floating tensor or None")
+        _check_gradient(f"{name}_weight", one)
         if one is not None and (eps is None or one.shape != (size,) or one.device != parts[0].device):
             expected = "None, for eps is None" if eps is None else f"[{size}] on {parts[0].device}"
             raise ValueError(f"{name}_weight is {show(one.shape)} on {one.device}; expected {expected}")
@@ -255,9 +260,15 @@ def _table(
         )
     if table.device != whole.device:
         raise ValueError(f"{name} is on {table.device}; expected {whole.device}")
+    _check_gradient(name, table)
     if full.shape[3] == rotary // 2:
         return full
     return full[..., place::2] if interleaved else full[..., : rotary // 2]
+
+
+def _check_gradient(name: str, given: torch.Tensor | None) -> None:
+    if given is not None and given.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires a gradient; expected torch.no_grad(), for there is no backward")
 
 
 def _shown(given: object) -> str:

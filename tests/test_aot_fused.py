@@ -7,6 +7,7 @@ from aot_rows import rows_of
 
 pytest.importorskip("triton")
 
+
 # All variants of all head_dims: `python aot_fused.py sm_90`, which takes minutes.
 @pytest.mark.parametrize(("chip", "shared"), [("sm_86", 101_376), ("sm_90", 232_448)])
 def test_the_usual_variants_fit_the_chip(chip, shared):

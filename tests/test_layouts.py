@@ -209,3 +209,22 @@ def test_widths_and_tiles_that_a_library_does_not_take():
         layouts.to_comfy_kitchen(quantized, cta_k=32)
     wide = dataclasses.replace(quantize_qk(*draw(64, 64, 256)[:2], enable_gqa=True))
     assert layouts.to_comfy_kitchen(wide, requantize=True).query_scale.shape[2] == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"query": None}, "query is of type NoneType; expected a tensor"),
+        ({"key_scale": 1.0}, "key_scale is of type float; expected a tensor"),
+        ({"softmax_scale": "1"}, "softmax_scale is 1; expected a finite number"),
+        ({"attn_mask": "mask"}, "attn_mask is of type str; expected a tensor or None"),
+    ],
+)
+def test_parts_of_other_types(change, words):
+    query, key, _ = draw()
+    given = layouts.to_sage_warp(quantize_qk(query, key, enable_gqa=True), requantize=True)
+    arguments = {**given._asdict(), "dtype": torch.float16} | change
+    with pytest.raises(ValueError, match=words):
+        layouts.from_sage_warp(**arguments)
+    with pytest.raises(ValueError, match="quantized is of type Foreign; expected a QuantizedQK"):
+        layouts.to_sage_warp(given)
