@@ -9,8 +9,9 @@ pytest.importorskip("triton")
 
 
 # All variants of all head_dims: `python aot_fused.py sm_90`, which takes minutes.
+@pytest.mark.parametrize("mode", ["head", "across"])
 @pytest.mark.parametrize(("chip", "shared"), [("sm_86", 101_376), ("sm_90", 232_448)])
-def test_the_usual_variants_fit_the_chip(chip, shared):
-    rows = rows_of("aot_fused.py", chip, "D128 head")
+def test_the_usual_variants_fit_the_chip(chip, shared, mode):
+    rows = rows_of("aot_fused.py", chip, f"D128 {mode}")
     assert {row["variant"].split()[0] for row in rows} == {"query", "key", "shift"}
     assert not [row for row in rows if row["spills"] or row["shared"] > shared]

@@ -245,7 +245,9 @@ def query_tile(padded: int, config: Config, *, across: bool, lse: bool) -> Tile:
 
 def key_tile(padded: int, config: Config) -> Tile:
     """The launch for keys of this padded head_dim."""
-    stages = _HOPPER_STAGES if config.gluon and padded == 128 else _KEYS.num_stages
+    stages = _HOPPER_STAGES if padded == 128 else 1
+    if not config.gluon:
+        stages = min(2, config.num_stages)  # more than one where there is shared memory for it
     elements = config.block_n * padded * (1 if config.gluon else _PORTABLE)
     num_warps = max(1, min(_KEYS.num_warps, _KEYS.num_warps * elements // (_KEYS.rows * 128)))
     return _KEYS._replace(rows=config.block_n, num_warps=num_warps, num_stages=stages)
