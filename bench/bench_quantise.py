@@ -26,18 +26,18 @@ import torch
 from records import RESULTS, Invocation, commit_here, table
 from timing import Effort, Run, captured, interleaved
 
-from sdpa_router.kernels.int8_attention import fused as launcher
+from sdpa_router.kernels.int8_attention import fused_tiles as launcher
 from sdpa_router.kernels.int8_attention.configs import Config, config_of
 from sdpa_router.kernels.int8_attention.forward import attention
 from sdpa_router.kernels.int8_attention.fused import (
     Norm,
     Rope,
     Rows,
-    Tile,
     rms_rope_quantize_key,
     rms_rope_quantize_query,
 )
 from sdpa_router.kernels.int8_attention.fused_reference import rms_rope_reference
+from sdpa_router.kernels.int8_attention.fused_tiles import Tile
 from sdpa_router.kernels.int8_attention.launch import forget
 from sdpa_router.kernels.int8_attention.quantize import Quantized, quantize
 from sdpa_router.testing import relative_error, sdpa_oracle
@@ -94,7 +94,7 @@ CASES = {
     )
 }  # fmt: skip
 
-# Launches of the fused kernels to be measured beside the one that is used: changes of the table in fused.py.
+# Launches of the fused kernels to be measured beside the one that is used: changes of the tables in fused_tiles.py.
 TILES: dict[str, dict[str, Any]] = {
     "default": {},
     "queries by one head": {"_QUERIES": Tile(64, 1, 4, 4, 1), "_QUERIES_ACROSS": Tile(64, 1, 4, 4, 1)},

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import aot_compile
 from aot_compile import HEAD_DIMS, facts, integers, target_of
 
-from sdpa_router.kernels.int8_attention import fused, fused_kernels
+from sdpa_router.kernels.int8_attention import fused, fused_kernels, fused_tiles
 from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for, padded_head_dim
 
 aot_compile.STRIDES += "s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
@@ -50,7 +50,9 @@ def variants(arch: int | str) -> Iterator[Variant]:
         for (mode, flags), is_key in itertools.product(modes(head_dim), (False, True)):
             across = flags["ACROSS"]
             tile = (
-                fused.key_tile(padded, config) if is_key else fused.query_tile(padded, config, across=across, lse=False)
+                fused_tiles.key_tile(padded, config)
+                if is_key
+                else fused_tiles.query_tile(padded, config, across=across, lse=False)
             )
             constants = shared | flags | {
                 "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads,

@@ -1,0 +1,51 @@
+"""Launches of the fused quantisation kernel: tables, by what is quantised and for which attention kernel."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .configs import Config
+
+
+class Tile(NamedTuple):
+    """Launch of the quantising kernel: rows and heads of a tile, heads of a program, warps, stages of its loop.
+
+    max_registers: of a thread, where the compiler would take a few more than let another program run beside it.
+    """
+
+    rows: int
+    together: int
+    heads: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+# Queries: rows of a tile at head_dim 128, heads of a tile, heads of a program, warps, stages, registers. With 8 heads
+# of a row a thread has few angles to hold; 168 registers let three programs run on a Hopper SM. Not measured yet.
+_QUERIES = Tile(8, 8, 16, 4, 1, 168)
+_QUERIES_ACROSS = _QUERIES._replace(heads=40)  # their weights differ by head, so a program has less to hold
+# Keys of one scale belong to one head, and a tile of theirs is the block of keys that the attention reads: fastest of
+# some twenty variants on an H200. Three stages, 8 to 14 % faster there, are more shared memory than most chips have.
+_KEYS, _HOPPER_STAGES = Tile(128, 1, 4, 8, 1), 3
+_PORTABLE = 2  # as many more warps: elsewhere, with products by mma.sync, 64 channels a thread don't fit its registers
+
+
+def query_tile(padded: int, config: Config, *, across: bool, lse: bool) -> Tile:
+    """The launch for queries of this padded head_dim; across: under a norm across heads."""
+    tile = _QUERIES_ACROSS if across else _QUERIES
+    return tile._replace(
+        rows=max(1, tile.rows * 128 // padded),
+        num_warps=tile.num_warps * (1 if config.gluon else _PORTABLE),
+        max_registers=tile.max_registers if config.gluon and not lse else None,
+    )
+
+
+def key_tile(padded: int, config: Config) -> Tile:
+    """The launch for keys of this padded head_dim."""
+    stages = _HOPPER_STAGES if padded == 128 else 1
+    if not config.gluon:
+        stages = min(2, config.num_stages)  # more than one where there is shared memory for it
+    elements = config.block_n * padded * (1 if config.gluon else _PORTABLE)
+    num_warps = max(1, min(_KEYS.num_warps, _KEYS.num_warps * elements // (_KEYS.rows * 128)))
+    return _KEYS._replace(rows=config.block_n, num_warps=num_warps, num_stages=stages)
