@@ -26,7 +26,7 @@ import bench_dispatch
 import torch
 from records import Invocation, commit_here, table
 
-from sdpa_router import costs, tune
+from sdpa_router import cost_files, tune
 
 Row = dict[str, Any]
 
@@ -41,7 +41,7 @@ def run_tune(invocation: Invocation) -> None:
     """Tune over the quick grid and use the table from now on."""
     began = time.perf_counter()
     found = tune.tune(tune.quick_grid(), invocation.device)
-    path = costs.write_table(found)
+    path = cost_files.write_table(found)
     seconds = time.perf_counter() - began
     good = "" if seconds < GOAL_TUNE_S else "  OVER"
     print(f"tune --quick: {len(found.points)} calls in {seconds:.1f} s < {GOAL_TUNE_S} s{good}; {path}")
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--warm", action="store_true", help="compile, time nothing that counts")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
-    costs.folder = lambda: options.folder
+    cost_files.folder = lambda: options.folder
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     commit = options.commit or commit_here()
     invocation = Invocation(device, options.folder / "backends.jsonl", commit)

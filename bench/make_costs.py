@@ -2,48 +2,78 @@
 
     python bench/make_costs.py [--tuned costs-nvidia-h200-....json] [--device "NVIDIA H200"]
 
-Of each call the last run counts that timed torch beside others, because times compare within one run only. Errors are
-those of tune, or without it the worst that the bench saw of each kind of inputs.
+Of each call the last run counts that timed torch beside others, because times compare within one run only. A time that
+the host set says nothing about the device and is left out. Errors are the worst that tune or the bench saw of each kind
+of inputs, the host's times the least.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from records import RESULTS
 
-from sdpa_router.costs import Point, Size, Table, read_table
+from sdpa_router.cost_files import read_table
+from sdpa_router.costs import Point, Size, Table
 
 PACKAGE = Path(__file__).parents[1] / "sdpa_router"
-# A key mask is taken to hide nothing that a kernel could skip; `half` is left out for that.
-MASKS = {"none": "none", "fade": "key", "gap": "key", "dense": "full"}
+# `half` is no mask that a model has.
+MASKS = {"none": "none", "fade": "key", "gap": "padding", "dense": "full"}
 BACKENDS = {("int8", "16bit"): "int8", ("torch", "16bit"): "torch", ("fa3", "16bit"): "fa3", ("comfy", "int8"): "comfy",
             ("sage", "16bit"): "sage"}  # fmt: skip
+# The device was timed where a call takes so much longer than the host takes for one, or steadily less, when the calls of
+# other rivals before it hid the host.
+_LONGER, _LESS, _STEADY = 1.1, 0.9, 0.1
+
+
+def usual(row: dict[str, Any], device: str) -> str | None:
+    """The backend that a row timed as users call it on `device`, None for other rows."""
+    name = BACKENDS.get((row["impl"], row["pv"]))
+    plain = row["variant"] == "call" and not row["lse"] and row["inputs"] == "gaussian"
+    return name if plain and row["device"] == device and row["mask"] in MASKS else None
+
+
+def size_of(row: dict[str, Any]) -> Size:
+    """What the costs of a row's call depend on."""
+    return Size(*row["shape"], MASKS[row["mask"]], row["is_causal"])
 
 
 def measured(rows: list[dict[str, Any]], device: str) -> dict[Size, Point]:
-    """Calls by size, in the order of the file: a later run replaces an earlier one, fade comes before gap."""
-    runs: dict[tuple[Size, str, str], dict[str, float]] = {}
+    """Calls by size, in the order of the file: a later run replaces an earlier one."""
+    runs: dict[tuple[Size, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        name = BACKENDS.get((row["impl"], row["pv"]))
-        usual = row["variant"] == "call" and not row["lse"] and row["inputs"] == "gaussian"
-        if row["device"] == device and name and usual and row["mask"] in MASKS:
-            size = Size(*row["shape"], MASKS[row["mask"]], row["is_causal"])
-            runs.setdefault((size, row["run"], row["mask"]), {})[name] = row["ms"]
-    points: dict[Size, tuple[str, Point]] = {}
-    for (size, _, mask), ms in runs.items():
-        if len(ms) > 1 and "torch" in ms and not (mask == "gap" and points.get(size, ("", None))[0] == "fade"):
-            points[size] = mask, Point(size, ms)
-    return {size: point for size, (_, point) in points.items()}
+        if name := usual(row, device):
+            runs.setdefault((size_of(row), row["run"]), {})[name] = row
+    points: dict[Size, Point] = {}
+    for (size, _), by_name in runs.items():
+        if len(by_name) > 1 and "torch" in by_name:
+            points[size] = Point(size, {name: row["ms"] for name, row in by_name.items() if of_device(row)})
+    return {size: point for size, point in points.items() if point.ms}
 
 
-def errors_of(rows: list[dict[str, Any]], device: str) -> dict[str, dict[str, float]]:
+def of_device(row: dict[str, Any]) -> bool:
+    """Whether a row's time is the device's, not the host's."""
+    share = row["ms"] * 1e3 / row["host_us"]
+    return share > _LONGER or (share < _LESS and row["spread"] < _STEADY)
+
+
+def host_of(rows: list[dict[str, Any]], device: str) -> dict[str, float]:
+    """The least milliseconds that the host took for a call by backend, whatever its size."""
+    host: dict[str, float] = {}
+    for row in rows:
+        if name := usual(row, device):
+            host[name] = min(host.get(name, math.inf), round(row["host_us"] / 1e3, 6))
+    return host
+
+
+def errors_of(rows: list[dict[str, Any]], device: str, tuned: Table) -> dict[str, dict[str, float]]:
     """The worst error by backend and kind of inputs."""
-    errors: dict[str, dict[str, float]] = {}
+    errors = {name: dict(kinds) for name, kinds in tuned.errors.items()}
     for row in rows:
         name = BACKENDS.get((row["impl"], row["pv"]))
         if name and row["device"] == device and row["error"] is not None:
@@ -59,11 +89,10 @@ def main() -> int:
     parser.add_argument("--attention", type=Path, default=RESULTS / "attention.jsonl")
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.attention.read_text().splitlines()]
-    tuned = Table((), errors_of(rows, options.device), {"device": options.device})
-    if options.tuned:
-        tuned = read_table(options.tuned)
+    tuned = read_table(options.tuned) if options.tuned else Table((), {}, {"device": options.device})
     points = {point.size: point for point in tuned.points} | measured(rows, options.device)
-    table = Table(tuple(points.values()), tuned.errors, tuned.facts)
+    host = {**host_of(rows, options.device), **tuned.host}
+    table = Table(tuple(points.values()), errors_of(rows, options.device, tuned), tuned.facts, host=host)
     out = PACKAGE / f"costs_{options.device.lower().replace(' ', '_')}.json"
     text = json.dumps(table.as_json(), separators=(",", ":"))
     out.write_text(text.replace('{"batch"', '\n{"batch"') + "\n")

@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .backends.base import TORCH, Backend, candidates, find_backend
-from .costs import Size, Table, table_for
+from .cost_files import table_for
+from .costs import Size, Table, fastest
 from .decide import Call, decide, is_regular, mask_cast_note, mask_info, not_wanted, short
 from .decision import Code, Decision, MaskKind, Reason, Route
 from .settings import FASTEST, Settings
 
 __all__ = ["choose", "failure"]
 
-# So much closer estimates are no difference, and torch rounds least.
-_TIE = 1.02
 Refused = Mapping[str, tuple[Reason, ...]]
 Verdicts = dict[str, tuple[Reason, ...]]
 
@@ -48,8 +47,9 @@ def choose(call: Call, settings: Settings, refused: Refused | None = None) -> De
 def size_of(call: Call) -> Size:
     """Return what the costs of a regular call depend on."""
     batch, heads, q_len, head_dim = call.query.shape
-    kinds = {MaskKind.NONE: "none", MaskKind.PER_KEY: "key"}
-    mask = kinds.get(mask_info(call).kind, "full")
+    info = mask_info(call)
+    kinds = {MaskKind.NONE: "none", MaskKind.PER_KEY: "padding" if info.is_bool else "key"}
+    mask = kinds.get(info.kind, "full")
     return Size(batch, heads, q_len, call.key.shape[2], head_dim, mask, bool(call.is_causal))
 
 
@@ -105,9 +105,7 @@ def _fastest(call: Call, settings: Settings, verdicts: Verdicts, table: Table | 
         verdicts["int8"] = too_short
         usable.remove("int8")
     times = {name: known[name] for name in (*usable, TORCH) if name in known}
-    best = min(times, key=lambda name: times[name])
-    if times[TORCH] <= times[best] * _TIE:
-        best = TORCH
+    best = fastest(times, TORCH)
     for name in usable:
         if name not in times:
             verdicts[name] = (Reason(Code.NOT_MEASURED, f"{name} near this size", ", ".join(times)),)

@@ -1,31 +1,23 @@
-"""What a call costs on each backend: tables of measured calls, interpolated over the logarithms of lengths.
+"""What a call costs on each backend: measured calls, interpolated over the logarithms of lengths.
 
-`sdpa-router tune` writes a table for this GPU, its driver and the installed versions into the user's cache folder. One
-for the H200 is shipped. Elsewhere nothing is known, and rules decide.
+What a model waits for is the slower of the two: the device, whose time grows with the call, and the host, whose time
+doesn't. They are measured apart, because a time that the host set says nothing about a larger call.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 import math
-import re
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from .kernels.int8_attention.limits import Crossover
 
-FORMAT = 1
-MASKS = ("none", "key", "full")
-_SHIPPED = {"NVIDIA H200": Path(__file__).with_name("costs_nvidia_h200.json")}
-_PACKAGES = ("torch", "triton", "sdpa-router", "comfy-kitchen", "sageattention", "fa3-fwd")
+FORMAT = 2
+# A key mask of bool hides padding, which our kernel leaves out; what it hides is not known from its metadata. So it is
+# measured with what prompts leave of their 512 tokens. A bias of keys hides nothing.
+MASKS = ("none", "key", "padding", "full")
+TIE = 1.02  # estimates that are so close are no difference
 # Octaves from a measured call, in rows or keys, up to which its time says something about another.
 _REACH = 2.0
 _SLOPE_PENALTY = 1e-3
@@ -57,7 +49,7 @@ class Size(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A measured call: milliseconds by backend."""
+    """A measured call: milliseconds on the device by backend."""
 
     size: Size
     ms: Mapping[str, float]
@@ -67,14 +59,15 @@ class Point(NamedTuple):
 class Table:
     """Measured calls on one GPU, and the errors of the backends.
 
-    facts: device, driver and versions it was measured with.  errors: relative errors by backend and kind of inputs.
-    source: where the table is from.
+    errors: relative errors by backend and kind of inputs.  facts: device, driver and versions it was measured with.
+    source: where the table is from.  host: milliseconds that the host takes for a call, whatever its size, by backend.
     """
 
     points: tuple[Point, ...]
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
+    host: Mapping[str, float] = field(default_factory=dict)
 
     def error_class(self, backend: str) -> float | None:
         """Return the worst error that was measured of a backend, None if there is none."""
@@ -83,12 +76,15 @@ class Table:
     def estimate(self, size: Size) -> dict[str, float]:
         """Return estimated milliseconds by backend, of those that were measured near this size.
 
-        The logarithm of the time of an operation is taken to be linear in the logarithms of rows and keys around the
-        call: a fit to the measured calls of this kind, weighted by the inverse fourth power of their distance, within
-        their range. A measured size gives what was measured. Larger calls than the largest measured one are as
-        efficient as that. A head_dim in between counts as the next measured one.
+        The logarithm of the device's time of an operation is taken to be linear in the logarithms of rows and keys
+        around the call: a fit to the measured calls of this kind, weighted by the inverse fourth power of their
+        distance, within their range. A measured size gives what was measured. Larger calls than the largest measured
+        one are as efficient as that. A head_dim in between counts as the next measured one, padding as a bias if no
+        longer one was measured near. No call takes less than the host does.
         """
         place, near = self._near(size)
+        if size.mask == "padding" and all(point.size.kv_len < size.kv_len for point in near):
+            return self.estimate(size._replace(mask="key"))
         fits: dict[str, list[_Weighed]] = {}
         for point in near:
             apart = point.size.place[0] - place[0], point.size.place[1] - place[1]
@@ -96,7 +92,8 @@ class Table:
                 fits.setdefault(name, []).append(_Weighed(*apart, math.log(ms / point.size.operations)))
         head_dim = near[0].size.head_dim if near else size.head_dim
         operations = size._replace(head_dim=head_dim).operations
-        return {name: math.exp(_value_at_origin(fit)) * operations for name, fit in fits.items()}
+        device = {name: math.exp(_value_at_origin(fit)) * operations for name, fit in fits.items()}
+        return {name: max(ms, self.host.get(name, 0.0)) for name, ms in device.items()}
 
     def _near(self, size: Size) -> tuple[tuple[float, float], list[Point]]:
         """Return the place of a call, moved down to the largest measured ones, and the measured calls in reach."""
@@ -135,7 +132,18 @@ class Table:
         """Return the table as plain data, which read_table() takes."""
         points = [{**point.size._asdict(), "ms": dict(point.ms)} for point in self.points]
         errors = {name: dict(kinds) for name, kinds in self.errors.items()}
-        return {"format": FORMAT, "facts": dict(self.facts), "errors": errors, "points": points}
+        host = dict(self.host)
+        return {"format": FORMAT, "facts": dict(self.facts), "errors": errors, "host": host, "points": points}
+
+
+def fastest(times: Mapping[str, float], exact: str) -> str:
+    """Return the name with the least of the estimated `times`: `exact`, which rounds least, where that is a tie.
+
+    >>> fastest({"torch": 1.01, "int8": 1.0}, "torch")
+    'torch'
+    """
+    best = min(times, key=lambda name: times[name])
+    return exact if times[exact] <= times[best] * TIE else best
 
 
 class _Weighed(NamedTuple):
@@ -171,142 +179,3 @@ def _value_at_origin(points: list[_Weighed]) -> float:
                 sums[row][column] -= factor * sums[pivot][column]
     values = [point.value for point in points]
     return min(max(sums[0][3] / sums[0][0], min(values)), max(values))
-
-
-def read_table(path: Path) -> Table:
-    """Read a table; raises OSError, or ValueError for a file that is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["format"] != FORMAT:
-            raise ValueError(f"format {found['format']}, accepted: {FORMAT}")
-        points = tuple(_point(dict(point)) for point in found["points"])
-        errors = {name: {kind: float(e) for kind, e in kinds.items()} for name, kinds in found["errors"].items()}
-        known = [error for kinds in errors.values() for error in kinds.values()]
-        if not all(map(math.isfinite, known)) or min(known, default=0.0) < 0 or not all(errors.values()):
-            raise ValueError(f"given the errors {errors}, accepted: numbers of at least 0")
-        return Table(points, errors, dict(found["facts"]), str(path))
-    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def _point(values: dict[str, Any]) -> Point:
-    ms = {name: float(value) for name, value in values.pop("ms").items()}
-    size = Size(**values)
-    numbers = (size.batch, size.heads, size.q_len, size.kv_len, size.head_dim)
-    if not all(type(n) is int and n > 0 for n in numbers) or size.mask not in MASKS or type(size.is_causal) is not bool:
-        raise ValueError(f"given {size}, accepted: positive whole sizes, a mask of {', '.join(MASKS)}")
-    if not all(math.isfinite(value) and value > 0 for value in ms.values()):
-        raise ValueError(f"given {ms} ms, accepted: positive numbers")
-    return Point(size, ms)
-
-
-def facts_of(device: torch.device) -> dict[str, str]:
-    """Return what a table is keyed by: GPU, driver and the versions of what is measured."""
-    versions = {name: version for name in _PACKAGES if (version := _version(name))}
-    return {
-        "device": torch.cuda.get_device_properties(device).name,
-        "driver": _driver(),
-        **versions,
-        "torch": torch.__version__,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _driver() -> str:
-    """Return the version of the NVIDIA driver, or what CUDA or ROCm it is for."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    found = re.search(r"\b(\d+\.\d+(\.\d+)?)\b", text)
-    return found.group(1) if found else str(torch.version.hip or torch.version.cuda)
-
-
-def folder() -> Path:
-    """Return the user's cache folder, which tables are written to."""
-    import platformdirs
-
-    return Path(platformdirs.user_cache_path("sdpa-router", appauthor=False))
-
-
-def table_path(facts: Mapping[str, str]) -> Path:
-    """Return where the table of this GPU, driver and these versions is kept."""
-    name = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
-    digest = hashlib.sha256(json.dumps(dict(sorted(facts.items()))).encode()).hexdigest()[:12]
-    return folder() / f"costs-{name}-{digest}.json"
-
-
-def write_table(table: Table) -> Path:
-    """Write a table into the cache folder, in one piece, and use it from now on."""
-    path = table_path(table.facts)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(table.as_json(), indent=1), encoding="utf-8")
-    part.replace(path)
-    forget()
-    return path
-
-
-def table_for(device: torch.device) -> Table | None:
-    """Return the table that holds on `device`: the user's own, or the shipped one, or None.
-
-    A device that is no GPU (a meta tensor's) stands for the current GPU, if there is one.
-    """
-    tuned = tuned_table(device)
-    if tuned is not None or not torch.cuda.is_available():
-        return tuned
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return shipped_table(torch.cuda.get_device_properties(index).name)
-
-
-def tuned_table(device: torch.device) -> Table | None:
-    """Return the table that `sdpa-router tune` wrote for `device`, or None."""
-    if not _any_tuned() or not torch.cuda.is_available():
-        return None
-    return _tuned(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@functools.cache
-def shipped_table(device_name: str) -> Table | None:
-    """Return the table that comes with this package for a GPU of this name, or None."""
-    path = _SHIPPED.get(device_name)
-    return None if path is None or not path.exists() else read_table(path)
-
-
-@functools.cache
-def _any_tuned() -> bool:
-    try:
-        return any(folder().glob("costs-*.json"))
-    except (ImportError, OSError, RuntimeError):  # no home folder
-        return False
-
-
-@functools.cache
-def _tuned(index: int) -> Table | None:
-    facts = facts_of(torch.device("cuda", index))
-    path = table_path(facts)
-    try:
-        table = read_table(path)
-        if table.facts != facts:
-            raise ValueError(f"it was measured with {dict(table.facts)}, here is {facts}")
-        return table
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        warnings.warn(f"the cost table {path} is ignored, `sdpa-router tune` rewrites it: {error}", stacklevel=2)
-        return None
-
-
-def forget() -> None:
-    """Read the tables anew when they are next needed, and judge calls anew."""
-    for cached in (_any_tuned, _tuned):
-        cached.cache_clear()
-    from .record import judge_anew  # record imports decide, which imports this module
-
-    judge_anew()

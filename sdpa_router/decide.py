@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from .backends.base import BackendLimits
-from .costs import tuned_table
+from .cost_files import tuned_table
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route
 from .kernels.int8_attention.limits import LIMITS, Crossover, crossover, fp8_unavailable, unavailable
 from .mask import classify_mask

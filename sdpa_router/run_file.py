@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from .costs import Table, shipped_table, table_for
+from .cost_files import shipped_table, table_for
+from .costs import Table
 from .decision import Code, Route
 from .run_events import Event, read_events
 from .tune import size_of_record

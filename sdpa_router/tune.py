@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,23 +14,21 @@ from torch import Tensor
 
 from . import run
 from .backends.base import TORCH, candidates, find_backend
-from .costs import Point, Size, Table, facts_of, table_path, tuned_table
+from .cost_files import facts_of, table_path, tuned_table
+from .costs import MASKS, Point, Size, Table
 from .decide import Call, needs_mask_cast
 from .run_events import read_events
 from .settings import Settings
+from .stopwatch import Answer, Times, interleaved
 from .testing import fade_bias, gaussian, outliers, relative_error, sdpa_oracle
 
 Progress = Callable[[list[Any]], Iterable[Any]]
-Answer = Callable[[], Tensor]
 
-# Milliseconds that a backend is timed for a call, in laps of at least _LAP_MS, which hide the clock's resolution.
-_BUDGET_MS = 50.0
-_LAP_MS = 1.0
-_ROUNDS = (3, 15)
-_MOST_LOOPS = 50
 # A backend that is farther off torch's answer than this is broken, not rough.
 _BROKEN = 0.25
 _MOST_MASK = 2**28
+# Padding hides three quarters of so many keys: image and video models pad prompts of some 100 tokens to 512.
+_PROMPT = 512
 
 
 class Shape(NamedTuple):
@@ -44,11 +40,14 @@ class Shape(NamedTuple):
 
 
 def quick_grid() -> list[Shape]:
-    """About 30 calls: square ones of two head_dims, cross attention, causal ones."""
+    """About 40 calls: square ones of two head_dims, some of two more, cross attention, causal ones."""
     squares = itertools.product((512, 1024, 2048, 4096, 8192), (64, 128), ("none", "key"))
     sizes = [Size(1, 24, n, n, head_dim, mask) for n, head_dim, mask in squares]
-    for mask in ("none", "key"):
-        sizes += [Size(1, 24, 16384, 16384, 128, mask), *(Size(1, 24, 16384, n, 128, mask) for n in (512, 2048))]
+    sizes += [Size(1, 24, 16384, 16384, 128, mask) for mask in ("none", "key")]
+    wide = itertools.product((4096, 8192), (96, 256), ("none", "key"))
+    sizes += [Size(1, 24, n, n, head_dim, mask) for n, head_dim, mask in wide]
+    for q_len, kv_len in ((16384, 512), (16384, 2048), (32768, 512)):
+        sizes += [Size(1, 24, q_len, kv_len, 128, mask) for mask in ("none", "key", "padding")]
     sizes += [Size(1, 24, n, n, 128, "none", True) for n in (2048, 8192)]
     return [Shape(size, size.heads) for size in sizes]
 
@@ -57,9 +56,10 @@ def full_grid() -> list[Shape]:
     """The quick grid, more lengths and head_dims, full masks."""
     squares = itertools.product((256, 1536, 3072, 6144, 12288, 32768), (64, 128), ("none", "key"))
     sizes = [Size(1, 24, n, n, head_dim, mask) for n, head_dim, mask in squares]
-    wide = itertools.product((1024, 2048, 4096, 8192), (96, 256), ("none", "key"))
+    wide = itertools.product((1024, 2048, 16384), (96, 256), ("none", "key"))
     sizes += [Size(1, 24, n, n, head_dim, mask) for n, head_dim, mask in wide]
-    sizes += [Size(1, 24, 4096, n, 128, mask) for n in (256, 1024, 16384, 33600) for mask in ("none", "key")]
+    for kv_len, masks in ((256, MASKS[:3]), (1024, MASKS[:3]), (16384, MASKS[:2]), (33600, MASKS[:2])):
+        sizes += [Size(1, 24, 4096, kv_len, 128, mask) for mask in masks]
     sizes += [Size(1, 24, n, n, head_dim, "none", True) for n in (1024, 4096, 16384) for head_dim in (64, 128)]
     sizes += [Size(1, 24, n, n, 128, "full") for n in (512, 1024, 2048, 4096, 8192)]
     return quick_grid() + [Shape(size, size.heads) for size in sizes]
@@ -85,7 +85,8 @@ def size_of_record(record: Mapping[str, Any]) -> Size | None:
     if len(sizes) != 4 or len(key_sizes) != 4 or not all((*sizes, *key_sizes)):  # None: unknown
         return None
     batch, heads, q_len, head_dim = sizes
-    mask = {"none": "none", "per_key": "key", "full": "full"}.get(record["mask"]["kind"])
+    of_keys = "padding" if record["mask"].get("dtype") == "bool" else "key"
+    mask = {"none": "none", "per_key": of_keys, "full": "full"}.get(record["mask"]["kind"])
     if mask is None:
         return None
     return Size(batch, heads, q_len, key_sizes[2], head_dim, mask, signature["is_causal"] is True)
@@ -111,23 +112,26 @@ def tune(shapes: list[Shape], device: torch.device, progress: Progress = lambda 
     """
     tuned = tuned_table(device)
     points = {} if tuned is None else {point.size: point for point in tuned.points}
+    host = {} if tuned is None else dict(tuned.host)
     with torch.no_grad():
         errors = measure_errors(device)
         for shape in progress(shapes):
             try:
-                ms = measure(shape, device)
+                times = measure(shape, device)
             except torch.OutOfMemoryError:
                 continue
             finally:
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-            points[shape.size] = Point(shape.size, ms)
+            points[shape.size] = Point(shape.size, times.device)
+            # Somebody else on the host can only make it slower.
+            host |= {name: min(ms, host.get(name, ms)) for name, ms in times.host.items()}
     facts = facts_of(device)
-    return Table(tuple(points.values()), errors, facts, str(table_path(facts)))
+    return Table(tuple(points.values()), errors, facts, str(table_path(facts)), host)
 
 
-def measure(shape: Shape, device: torch.device) -> dict[str, float]:
-    """Return milliseconds a call by backend, quantisation and host time included, in turns; torch among them."""
+def measure(shape: Shape, device: torch.device) -> Times:
+    """Return milliseconds a call by backend, quantisation included, in turns; torch among them."""
     call = _call(shape, device)
     answers = _answers(call)
     expected = answers[TORCH]().float()
@@ -139,7 +143,7 @@ def measure(shape: Shape, device: torch.device) -> dict[str, float]:
         except Exception:
             continue
     del expected
-    return _times(right, device)
+    return interleaved(right, device)
 
 
 def measure_errors(device: torch.device) -> dict[str, dict[str, float]]:
@@ -183,6 +187,9 @@ def _call(shape: Shape, device: torch.device) -> Call:
     bias: Tensor | None = None
     if mask == "key":
         bias = fade_bias(kv_len, device=device).to(shape.dtype)
+    elif mask == "padding":
+        hidden = 3 * min(_PROMPT, kv_len) // 4
+        bias = (torch.arange(kv_len, device=device) < kv_len - hidden).view(1, 1, 1, -1)
     elif mask == "full":
         bias = torch.randn(1, 1, q_len, kv_len, device=device).to(shape.dtype)
     return Call(query, key, value, bias, 0.0, is_causal, None, heads != shape.kv_heads)
@@ -198,36 +205,3 @@ def _answers(call: Call) -> dict[str, Answer]:
         if not any(backend.reasons_against(call, settings)):
             answers[name] = functools.partial(run.backend, backend, call, settings, native)
     return answers
-
-
-def _times(answers: Mapping[str, Answer], device: torch.device) -> dict[str, float]:
-    """Return the median milliseconds of each, one lap each a round, another one first each time."""
-    loops, rounds = {}, {}
-    for name, answer in answers.items():
-        once = min(_lap(answer, 1, device) for _ in range(2))
-        loops[name] = max(1, min(_MOST_LOOPS, math.ceil(_LAP_MS / max(once, 1e-4))))
-        rounds[name] = max(_ROUNDS[0], min(_ROUNDS[1], int(_BUDGET_MS / max(once * loops[name], 1e-4))))
-    laps: dict[str, list[float]] = {name: [] for name in answers}
-    names = list(answers)
-    for number in range(max(rounds.values())):
-        for name in _rotated(names, number):
-            if number < rounds[name]:
-                laps[name].append(_lap(answers[name], loops[name], device))
-    return {name: round(statistics.median(times), 6) for name, times in laps.items()}
-
-
-def _rotated(names: list[str], number: int) -> Iterator[str]:
-    first = number % len(names)
-    yield from names[first:] + names[:first]
-
-
-def _lap(answer: Answer, loops: int, device: torch.device) -> float:
-    """Milliseconds a call of `loops` calls back to back on an idle device: the slower of host and device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(loops):
-        answer()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) / loops * 1e3

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from sdpa_router.costs import Table, write_table
+from sdpa_router.cost_files import write_table
+from sdpa_router.costs import Table
 from sdpa_router.terminal import number, show, table
 from sdpa_router.tune import full_grid, quick_grid, recorded_shapes, tune
 

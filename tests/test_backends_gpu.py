@@ -127,7 +127,7 @@ def test_a_captured_graph_replays_right(name):
 
 
 def test_fastest_decides_by_costs_on_a_gpu_that_was_measured():
-    if sdpa_router.costs.table_for(torch.device("cuda")) is None:
+    if sdpa_router.cost_files.table_for(torch.device("cuda")) is None:
         pytest.skip("nothing was measured on this GPU")
     tensors = draw(1, 24, 8192, 8192, 128)
     with route(backends="fastest"):

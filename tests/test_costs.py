@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import math
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +18,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdpa_router
-from sdpa_router import Backend, BackendLimits, Code, Settings, cli, costs, route, stats, tune, tuning
+from sdpa_router import Backend, BackendLimits, Code, Settings, cli, cost_files, costs, route, stats, tune, tuning
 from sdpa_router.backends import base
 from sdpa_router.choose import choose
 from sdpa_router.costs import Point, Size, Table
 from sdpa_router.decide import Call, decide
 from sdpa_router.kernels.int8_attention.limits import Crossover
+from sdpa_router.stopwatch import Stopwatch, Times, interleaved
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 
@@ -41,9 +44,9 @@ def table(names=("int8", "torch"), lengths=LENGTHS, head_dims=(64, 128), masks=(
 def cache(monkeypatch, tmp_path):
     """A cache folder of its own, and nothing remembered."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    costs.forget()
+    cost_files.forget()
     yield tmp_path / "sdpa-router"
-    costs.forget()
+    cost_files.forget()
 
 
 @pytest.fixture
@@ -129,25 +132,55 @@ def test_the_crossover_is_where_the_curves_cross():
     assert table(masks=("none",)).crossover(128) is None
 
 
+def test_no_call_takes_less_than_the_host():
+    known = table()
+    slow = Table(known.points, host={"int8": 1.5})
+    brief, long = Size(1, 24, 512, 512, 128), Size(1, 24, 8192, 8192, 128)
+    assert known.estimate(brief)["int8"] < slow.estimate(brief)["int8"] == 1.5
+    assert slow.estimate(brief)["torch"] == known.estimate(brief)["torch"]
+    assert slow.estimate(long) == known.estimate(long), "what the device takes hides the host"
+
+
+def test_padding_is_a_bias_where_no_longer_one_was_measured():
+    padded = Size(1, 24, 2048, 512, 128, "padding")
+    known = Table((*table(masks=("key",)).points, Point(padded, {"int8": 0.001, "torch": 0.002})))
+    assert known.estimate(padded) == pytest.approx({"int8": 0.001, "torch": 0.002})
+    for kv_len in (1024, 8192):
+        longer = padded._replace(kv_len=kv_len)
+        assert known.estimate(longer) == known.estimate(longer._replace(mask="key"))
+
+
+def test_a_mask_of_bool_is_padding(only_int8, monkeypatch):
+    size = Size(1, 24, 8192, 8192, 128, "padding")
+    points = Point(size, {"int8": 0.5, "torch": 1.0}), Point(size._replace(mask="key"), {"int8": 2.0, "torch": 1.0})
+    holds(monkeypatch, Table(points))
+    bias = fake_call(mask=True)
+    with FakeTensorMode():
+        padding = torch.empty(1, 1, 1, 8192, dtype=torch.bool, device="cuda")
+    assert decided(bias).backend == "sdpa"
+    assert decided(bias._replace(attn_mask=padding)).backend == "int8"
+
+
 # --- files
 
 
 def test_a_table_survives_its_file(gpu):
     known = table(errors={"int8": {"gaussian": 0.011, "outliers": 0.007}})
-    path = costs.write_table(Table(known.points, known.errors, costs.facts_of(torch.device("cuda"))))
-    found = costs.tuned_table(torch.device("cuda"))
-    assert found.points == known.points
+    facts, host = cost_files.facts_of(torch.device("cuda")), {"int8": 0.1, "torch": 0.02}
+    path = cost_files.write_table(Table(known.points, known.errors, facts, host=host))
+    found = cost_files.tuned_table(torch.device("cuda"))
+    assert (found.points, found.host) == (known.points, host)
     assert found.error_class("int8") == 0.011
     assert found.error_class("sage") is None
     assert found.source == str(path)
-    assert costs.table_for(torch.device("meta")) == found
+    assert cost_files.table_for(torch.device("meta")) == found
 
 
 def test_other_versions_have_another_file(gpu, monkeypatch):
-    costs.write_table(Table(table().points, {}, costs.facts_of(torch.device("cuda"))))
-    monkeypatch.setattr(costs, "_driver", lambda: "999.1")
-    costs.forget()
-    assert costs.tuned_table(torch.device("cuda")) is None
+    cost_files.write_table(Table(table().points, {}, cost_files.facts_of(torch.device("cuda"))))
+    monkeypatch.setattr(cost_files, "_driver", lambda: "999.1")
+    cost_files.forget()
+    assert cost_files.tuned_table(torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize(
@@ -157,10 +190,10 @@ def test_other_versions_have_another_file(gpu, monkeypatch):
         "{",
         "[]",
         "{}",
-        '{"format": 0, "facts": {}, "errors": {}, "points": []}',
-        '{"format": 1, "facts": {}, "errors": {}, "points": [{}]}',
-        '{"format": 1, "facts": {}, "errors": {"int8": 3}, "points": []}',
-        '{"format": 1, "facts": {}, "errors": {}, "points": 7}',
+        '{"format": 1, "host": {}, "facts": {}, "errors": {}, "points": []}',
+        '{"format": 2, "host": {}, "facts": {}, "errors": {}, "points": [{}]}',
+        '{"format": 2, "host": {}, "facts": {}, "errors": {"int8": 3}, "points": []}',
+        '{"format": 2, "host": {}, "facts": {}, "errors": {}, "points": 7}',
         json.dumps({**table().as_json(), "points": [{**Size(1, 1, 0, 1, 1)._asdict(), "ms": {}}]}),
         json.dumps({**table().as_json(), "points": [{**Size(1, 1, 1, 1, 1)._asdict(), "ms": {"int8": -1}}]}),
         json.dumps({**table().as_json(), "points": [{**Size(1, 1, 1, 1, 1, "odd")._asdict(), "ms": {}}]}),
@@ -169,39 +202,42 @@ def test_other_versions_have_another_file(gpu, monkeypatch):
         json.dumps({**table().as_json(), "errors": {"int8": {"gaussian": 10**400}}}),
         json.dumps({**table().as_json(), "errors": {"int8": {}}}),
         json.dumps({**table().as_json(), "facts": {"device": "another GPU"}}),
+        json.dumps({**table().as_json(), "host": {"int8": float("nan")}}),
+        json.dumps({**table().as_json(), "host": {"int8": "fast"}}),
+        json.dumps({**table().as_json(), "host": None}),
         "[" * 10**5,
         "\xff\x00",
     ],
 )
 def test_a_corrupt_file_is_ignored_with_one_warning_and_rewritten(gpu, text):
-    facts = costs.facts_of(torch.device("cuda"))
-    path = costs.table_path(facts)
+    facts = cost_files.facts_of(torch.device("cuda"))
+    path = cost_files.table_path(facts)
     path.parent.mkdir(parents=True)
     path.write_text(text, encoding="latin-1")
-    costs.forget()
+    cost_files.forget()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = [costs.tuned_table(torch.device("cuda")) for _ in range(3)]
+        found = [cost_files.tuned_table(torch.device("cuda")) for _ in range(3)]
     assert found == [None] * 3
     (warning,) = caught
     assert "is ignored, `sdpa-router tune` rewrites it" in str(warning.message)
-    costs.write_table(Table(table().points, {}, facts))
-    assert costs.tuned_table(torch.device("cuda")).points == table().points
+    cost_files.write_table(Table(table().points, {}, facts))
+    assert cost_files.tuned_table(torch.device("cuda")).points == table().points
 
 
 def test_without_a_home_nothing_is_tuned(monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(costs, "folder", no_home)
-    costs.forget()
-    assert costs.tuned_table(torch.device("cuda")) is None
+    monkeypatch.setattr(cost_files, "folder", no_home)
+    cost_files.forget()
+    assert cost_files.tuned_table(torch.device("cuda")) is None
 
 
 def test_the_shipped_table_is_sound():
-    shipped = costs.shipped_table("NVIDIA H200")
+    shipped = cost_files.shipped_table("NVIDIA H200")
     assert {"int8", "torch", "fa3"} <= shipped.errors.keys()
-    assert costs.shipped_table("NVIDIA GeForce") is None
+    assert cost_files.shipped_table("NVIDIA GeForce") is None
     h3 = shipped.estimate(Size(1, 56, 4096, 33600, 128, "key"))
     assert h3["int8"] < h3["torch"]
     crossover = shipped.crossover(128)
@@ -280,7 +316,7 @@ def test_a_tuned_table_moves_the_crossover(monkeypatch, gpu):
     monkeypatch.setattr("sdpa_router.decide.crossover", lambda device, head_dim: Crossover(1, 1, 1))
     call = fake_call(4096, mask=True)
     assert decide(call, Settings()).routed
-    costs.write_table(Table(table().points, {}, costs.facts_of(torch.device("cuda"))))
+    cost_files.write_table(Table(table().points, {}, cost_files.facts_of(torch.device("cuda"))))
     assert [reason.code for reason in decide(call, Settings()).reasons] == [Code.SHORT]
 
 
@@ -293,6 +329,83 @@ def test_fastest_in_a_whole_graph(monkeypatch):
         torch.testing.assert_close(compiled(x), F.scaled_dot_product_attention(x, x, x))
     assert stats()["calls"] == 2
     assert {signature["phase"] for signature in stats()["signatures"]} == {"eager"}
+
+
+# --- a table of the quick grid, against all calls of the bench
+
+
+def made_up(name, size):
+    """Milliseconds on the device like those measured on an H200; padding hides three quarters of 512 keys."""
+    batch, heads, q_len, kv_len, head_dim, mask, is_causal = size
+    rows, keys = batch * heads * q_len, batch * heads * kv_len
+    padded = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    seen = kv_len - 3 * min(512, kv_len) // 4 if mask == "padding" else kv_len
+    pairs = rows * kv_len * padded / (2 if is_causal else 1) * 4e-9
+    if name == "torch":
+        return pairs / (600 if mask == "none" else 360) + 0.006
+    if name == "fa3":
+        return pairs / 690 + 0.02 if mask == "none" else None
+    if name == "comfy":
+        return pairs / 390 + 0.03 if not is_causal else None
+    return pairs / (880 if padded > 64 else 650) * seen / kv_len + (rows + keys) * padded * 2.2e-9 + 0.03
+
+
+HOST = {"torch": 0.02, "int8": 0.11, "fa3": 0.135, "comfy": 0.27}
+
+
+def bench_modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
+    return importlib.import_module("cases"), importlib.import_module("replay_costs")
+
+
+def test_the_quick_grid_is_enough_for_every_case_of_the_bench(monkeypatch):
+    cases, replay = bench_modules(monkeypatch)
+    masks = {"none": "none", "fade": "key", "gap": "padding"}
+
+    def measured(size):
+        return {name: ms for name in HOST if (ms := made_up(name, size)) is not None}
+
+    known = Table(tuple(Point(size, measured(size)) for size, _, _ in tune.quick_grid()), host=HOST)
+    over = {}
+    for case in cases.CASES.values():
+        for mask in masks.keys() & {*case.masks}:
+            size = Size(*case.shape, masks[mask], case.is_causal)
+            true = {name: max(ms, HOST[name]) for name, ms in measured(size).items()}
+            times = known.estimate(size)
+            chosen = costs.fastest(times, "torch") if times else "torch"
+            regret = true[chosen] / min(true.values())
+            if regret > replay.GOAL:
+                over[case.name, mask] = chosen, regret, times, true
+    assert not over
+
+
+def test_the_shipped_table_chooses_right_in_all_that_was_measured(monkeypatch):
+    _, replay = bench_modules(monkeypatch)
+    rows = [json.loads(line) for line in (replay.RESULTS / "attention.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row["run"] == rows[-1]["run"]]
+    shipped = cost_files.shipped_table("NVIDIA H200")
+    found = list(replay.regrets(shipped, last, "NVIDIA H200"))
+    assert len(found) > 10
+    assert [regret for regret in found if regret.ratio > replay.GOAL] == []
+    # Interpolated, where calls like it were measured too.
+    between = [
+        regret
+        for regret in replay.regrets(shipped, last, "NVIDIA H200", leave_out=True)
+        if regret.case in ("flux", "qwen-image", "cross-512", "causal-16k") or regret.case.startswith("short")
+    ]
+    assert [regret for regret in between if regret.ratio > replay.GOAL] == []
+
+
+def test_a_wrong_choice_is_a_regret(monkeypatch):
+    _, replay = bench_modules(monkeypatch)
+    row = {"run": "a", "case": "b", "mask": "none", "shape": [1, 24, 8192, 8192, 128], "is_causal": False}
+    row |= {"variant": "call", "lse": False, "inputs": "gaussian", "device": "a GPU", "pv": "16bit"}
+    rows = [{**row, "impl": name, "ms": ms} for name, ms in (("torch", 3.0), ("int8", 2.0))]
+    wrong = Table((Point(Size(1, 24, 8192, 8192, 128), {"torch": 1.0, "int8": 2.0}),))
+    assert list(replay.regrets(wrong, rows, "a GPU")) == [("b", "none", "torch", "int8", 1.5)]
+    assert list(replay.regrets(Table(()), rows, "a GPU")) == [("b", "none", "torch", "int8", 1.5)]
+    right = Table((Point(Size(1, 24, 8192, 8192, 128), {"torch": 3.0, "int8": 1.0}),))
+    assert [regret.ratio for regret in replay.regrets(right, rows, "a GPU")] == [1.0]
 
 
 # --- tune
@@ -314,11 +427,11 @@ def test_measured_times_are_of_who_answers_right(monkeypatch):
         names.append(name)
     monkeypatch.setattr(tune, "candidates", lambda: tuple(names))
     try:
-        for mask in ("none", "key", "full"):
+        for mask in costs.MASKS:
             shape = tune.Shape(Size(1, 2, 64, 96, 32, mask), 2, torch.float16)
-            ms = tune.measure(shape, torch.device("cpu"))
-            assert ms.keys() == {"torch", "right"}
-            assert all(0 < value < 1000 for value in ms.values())
+            times = tune.measure(shape, torch.device("cpu"))
+            assert times.device.keys() == times.host.keys() == {"torch", "right"}
+            assert all(0 < value < 1000 for value in times.device.values())
         monkeypatch.setattr(tune, "gaussian", lambda *sizes, **options: _small(options))
         errors = tune.measure_errors(torch.device("cpu"))
         assert errors["right"] == errors["torch"]
@@ -332,6 +445,49 @@ def test_measured_times_are_of_who_answers_right(monkeypatch):
 
 def _small(options):
     return sdpa_router.testing.gaussian(1, 2, 64, 128, 32, **options)
+
+
+def test_rivals_take_turns_and_the_median_counts(monkeypatch):
+    turns = []
+    times = interleaved({name: lambda name=name: turns.append(name) for name in ("a", "b")}, torch.device("cpu"))
+    assert times.device.keys() == times.host.keys() == {"a", "b"}
+    assert turns.count("a") == turns.count("b")
+    starts = [turn for turn, before in zip(turns, ["", *turns], strict=False) if turn != before]
+    assert len(starts) > 15, "laps alternate"
+
+
+def test_the_device_is_busy_until_the_host_has_launched(monkeypatch):
+    """A GPU that works off its queue in order: what the host takes does not count."""
+    clock = {"host": 0.0, "device": 0.0}
+    launched = lambda ms: clock.update(device=max(clock["device"], clock["host"]) + ms)
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            self.at = max(clock["device"], clock["host"])
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    class Fill:
+        def zero_(self):
+            launched(0.05)
+
+    def answer():
+        clock["host"] += 0.15
+        launched(0.01)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: clock.update(host=max(clock.values())))
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: Fill())
+    monkeypatch.setattr("sdpa_router.stopwatch.time.perf_counter", lambda: clock["host"] / 1e3)
+    watch = Stopwatch(torch.device("cuda"))
+    device, host = watch.lap(answer, 20, 0.15)
+    assert device == pytest.approx(0.01)
+    assert host == pytest.approx(0.15)
+    assert watch.lap(answer, 20, 0.0).device > 0.1, "it would count, were the device idle"
 
 
 def test_smooth_inputs_vary_slowly():
@@ -397,25 +553,26 @@ def read_only(*arguments, **options):
 def test_tune_writes_a_table_that_holds_from_then_on(monkeypatch, gpu, capsys):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(tune, "measure_errors", lambda device: {"int8": {"gaussian": 0.011}})
-    monkeypatch.setattr(tune, "measure", lambda shape, device: {"torch": 2.0, "int8": 1.0})
+    monkeypatch.setattr(tune, "measure", lambda shape, device: Times({"torch": 2.0, "int8": 1.0}, {"int8": 0.1}))
     assert cli.main(["tune", "--quick"]) == 0
-    found = costs.tuned_table(torch.device("cuda"))
+    found = cost_files.tuned_table(torch.device("cuda"))
     assert len(found.points) == len(tune.quick_grid())
+    assert found.host == {"int8": 0.1}
     captured = capsys.readouterr()
     assert "costs-a-gpu-" in captured.out
     assert "measuring" in captured.err, "the progress bar"
     # What can't be written is shown all the same.
     with monkeypatch.context() as patch:
-        patch.setattr(costs.Path, "mkdir", read_only)
+        patch.setattr(cost_files.Path, "mkdir", read_only)
         assert cli.main(["tune", "--quick"]) == 2
     captured = capsys.readouterr()
     assert "head_dim" in captured.out
     assert "can't write" in captured.err
     # What a later run measures is added to what was known.
-    path = costs.folder() / "run.jsonl"
+    path = cost_files.folder() / "run.jsonl"
     path.write_text(record_lines(first([1, 8, 64, 32], [1, 8, 77, 32])))
     assert cli.main(["tune", "--shapes", str(path)]) == 0
-    assert len(costs.tuned_table(torch.device("cuda")).points) == len(found.points) + 1
+    assert len(cost_files.tuned_table(torch.device("cuda")).points) == len(found.points) + 1
 
 
 def test_calls_that_do_not_fit_are_left_out(monkeypatch, gpu):
@@ -425,7 +582,7 @@ def test_calls_that_do_not_fit_are_left_out(monkeypatch, gpu):
     def measure(shape, device):
         if shape.size.q_len > 1000:
             raise torch.OutOfMemoryError
-        return {"torch": 1.0}
+        return Times({"torch": 1.0}, {"torch": 0.01})
 
     monkeypatch.setattr(tune, "measure", measure)
     shapes = [tune.Shape(Size(1, 1, length, 8, 8), 1) for length in (10, 2000)]
@@ -436,8 +593,8 @@ def test_info_names_the_table(gpu, monkeypatch):
     from sdpa_router import info
 
     assert "rules decide" in info._costs(torch.device("cuda"))
-    costs.write_table(
-        Table(table(errors={"int8": {"gaussian": 0.011}}).points, {}, costs.facts_of(torch.device("cuda")))
+    cost_files.write_table(
+        Table(table(errors={"int8": {"gaussian": 0.011}}).points, {}, cost_files.facts_of(torch.device("cuda")))
     )
     text = info._costs(torch.device("cuda"))
     assert text.startswith(f"tuned, {len(table().points)} calls (")
@@ -445,7 +602,8 @@ def test_info_names_the_table(gpu, monkeypatch):
 
 
 def test_grids_are_what_they_say():
-    assert 20 <= len(tune.quick_grid()) <= 40
+    assert 20 <= len(tune.quick_grid()) <= 45
+    assert len({*tune.quick_grid()}) == len(tune.quick_grid())
     assert {*tune.quick_grid()} <= {*tune.full_grid()}
     assert len({*tune.full_grid()}) == len(tune.full_grid())
 

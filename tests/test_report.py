@@ -17,7 +17,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from sdpa_router import Code, cli, costs
+from sdpa_router import Code, cli, cost_files
 from sdpa_router.costs import Point, Size, Table
 from sdpa_router.record import summary
 from sdpa_router.report_page import mask_picture, page
@@ -393,4 +393,4 @@ def test_the_line_counts_everyone():
 
 
 def test_costs_of_a_recorded_gpu_are_the_shipped_ones():
-    assert costs.shipped_table("no such GPU") is None
+    assert cost_files.shipped_table("no such GPU") is None
