@@ -26,8 +26,8 @@ PACKAGE = Path(__file__).parents[1] / "sdpa_router"
 MASKS = {"none": "none", "fade": "key", "gap": "padding", "dense": "full"}
 BACKENDS = {("int8", "16bit"): "int8", ("torch", "16bit"): "torch", ("fa3", "16bit"): "fa3", ("comfy", "int8"): "comfy",
             ("sage", "16bit"): "sage"}  # fmt: skip
-# The device was timed where a call takes so much longer than the host takes for one, or steadily less, when the calls of
-# other rivals before it hid the host.
+# The device was timed where a call takes so much longer than the host takes for one, or steadily less, because calls
+# of other rivals before it hid the host.
 _LONGER, _LESS, _STEADY = 1.1, 0.9, 0.1
 
 

@@ -65,7 +65,9 @@ def main() -> int:
         parser.error(f"no table is shipped for {options.device}")
     rows = [json.loads(line) for line in options.attention.read_text().splitlines()]
     run = options.run or rows[-1]["run"]
-    found = list(regrets(costs, [row for row in rows if row["run"] == run], options.device, leave_out=options.leave_out))
+    found = list(
+        regrets(costs, [row for row in rows if row["run"] == run], options.device, leave_out=options.leave_out)
+    )
     cells = [[*one[:4], f"{one.ratio:.3f}", f"<= {GOAL}{'' if one.ratio <= GOAL else '  OVER'}"] for one in found]
     print(table(("case", "mask", "chosen", "best", "regret", "goal"), cells))
     return 0 if all(one.ratio <= GOAL for one in found) else 1

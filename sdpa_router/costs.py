@@ -7,7 +7,7 @@ doesn't. They are measured apart, because a time that the host set says nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

@@ -104,7 +104,8 @@ class Stopwatch:
             fill.zero_()
             event.record()
         torch.cuda.synchronize(self._device)
-        return max(min(before.elapsed_time(after) for before, after in itertools.pairwise(events)), 1e-3)
+        passed: list[float] = [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+        return max(min(passed), 1e-3)
 
     @staticmethod
     def _event() -> torch.cuda.Event:
