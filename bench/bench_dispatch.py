@@ -81,7 +81,7 @@ def stub_backend() -> Iterator[str]:
     """Register a backend that takes every call and returns its query."""
     backend = sdpa_router.Backend(
         "stub",
-        sdpa_router.BackendLimits(),
+        sdpa_router.BackendLimits(dtypes=(torch.float16, torch.bfloat16, torch.float32)),
         lambda call, settings: iter(()),
         lambda call, settings, attention: call.query,
     )

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import math
+import multiprocessing
 import os
 import sys
 import threading
@@ -345,11 +346,11 @@ def _write_totals() -> None:
     with _lock:
         counted = [(sighting, sighting.count) for sighting in known.values()]
         totals = _totals(counted)
-    if not totals["calls"]:
-        return
-    where = {"time": time.time(), "pid": os.getpid(), "devices": _devices()}
-    _write_json({"event": "totals", **where, **totals, "counts": _counts(counted)})
-    if os.environ.get("SDPA_ROUTER_LOG", "").strip().lower() == "info":
+    if totals["calls"]:
+        where = {"time": time.time(), "pid": os.getpid(), "devices": _devices()}
+        _write_json({"event": "totals", **where, **totals, "counts": _counts(counted)})
+    asked = os.environ.get("SDPA_ROUTER_LOG", "").strip().lower() == "info"
+    if asked and (totals["calls"] or multiprocessing.parent_process() is None):  # workers of a loader attend nothing
         print(summary(totals), file=sys.stderr)
 
 
@@ -365,10 +366,12 @@ def summary(totals: dict[str, Any]) -> str:
     >>> summary({"calls": 4, "routes": {"int8": 3, "sdpa": 1}, "reasons": {"short": 1}})
     'sdpa_router: 4 attention calls, 3 routed (75 %): int8 3, torch 1; reasons: short 1'
     """
+    if not totals["calls"]:
+        return "sdpa_router: no attention call came by; only those inside route() or of an enabled module do"
     calls, routes = totals["calls"], dict(totals["routes"])
     native = routes.pop(Route.SDPA.value)
     routed = calls - native
-    share = f" ({routed / calls:.0%})".replace("%", " %") if calls else ""
+    share = f" ({routed / calls:.0%})".replace("%", " %")
     who = ", ".join(f"{name} {count}" for name, count in {**routes, "torch": native}.items() if count)
     top = sorted(totals["reasons"].items(), key=lambda item: -item[1])[:_TOP_REASONS]
     why = "; reasons: " + ", ".join(f"{code} {count}" for code, count in top) if top else ""

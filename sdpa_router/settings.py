@@ -68,7 +68,8 @@ class Settings:
     def _check_backends(self) -> None:
         names = () if self.backends == FASTEST else self.backends
         known = backend_names()
-        if not isinstance(names, tuple) or not all(name in known for name in names) or len({*names}) < len(names):
+        ordered = isinstance(names, tuple) and all(name in known for name in names) and len({*names}) == len(names)
+        if not ordered or self.backends == ():
             accepted = f"{FASTEST!r} or different names out of {', '.join(known)}, as a tuple in order"
             raise ValueError(f"backends is {self.backends!r}; accepted: {accepted}")
         if type(self.allow_mask_blind) is not bool:

@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 
+import hypothesis
 import peer_stand_ins as stand_ins
 import pytest
 import torch
@@ -110,6 +111,8 @@ def test_the_default_decides_as_ever():
         ({"backends": ("int8", "nobody")}, ValueError),
         ({"backends": ("int8", "int8")}, ValueError),
         ({"backends": (3,)}, ValueError),
+        ({"backends": ()}, ValueError),
+        ({"backends": ""}, ValueError),
         ({"backends": None}, ValueError),
         ({"allow_mask_blind": 1}, TypeError),
         ({"max_error": -0.1}, ValueError),
@@ -297,6 +300,55 @@ def test_reasons_of_now_are_asked_at_every_call(registered):
             F.scaled_dot_product_attention(*tensors)
     assert stats()["routes"] == {"int8": 0, "sdpa": 2, "mine": 2}
     assert stats()["reasons"] == {"stream": 2}
+
+
+def test_the_limits_of_a_registered_backend_hold(registered):
+    """What it doesn't take never reaches it, though it names no reason of its own."""
+    narrow = BackendLimits(dtypes=(BF16,), max_head_dim=64, causal="none", gqa=False, max_scale=2.0)
+    registered(dataclasses.replace(mine(), limits=narrow))
+    query, key, value = draw()
+    mask = torch.ones(1, 1, 1, 128, dtype=torch.bool)
+    told = {
+        Code.MASK: codes("mine", query, key, value, attn_mask=mask),
+        Code.CAUSAL: codes("mine", query, key, value, is_causal=True),
+        Code.DROPOUT: codes("mine", query, key, value, dropout_p=0.5),
+        Code.ARGUMENT: codes("mine", query, key, value, scale=3.0),
+        Code.HEAD_DIM: codes("mine", *draw(head_dim=96)),
+        Code.DTYPE: codes("mine", *draw(dtype=FP16)),
+        Code.HEADS: codes("mine", *draw(heads=4, kv_heads=2), enable_gqa=True),
+        Code.RANK: codes("mine", query[0], key[0], value[0]),
+        Code.REQUIRES_GRAD: codes("mine", query.clone().requires_grad_(), key, value),
+    }
+    assert told == {code: [code] for code in told}
+    assert codes("mine", query, key, value, scale=1.0) == []
+
+
+def test_a_registered_backend_that_is_blind_needs_consent(registered):
+    registered(dataclasses.replace(mine(), limits=BackendLimits(masks=(sdpa_router.MaskKind.PER_KEY,), blind=True)))
+    masked = (*draw(), torch.ones(1, 1, 1, 128, dtype=torch.bool))
+    assert codes("mine", *masked) == [Code.MASK_BLIND]
+    assert codes("mine", *masked, settings=Settings(backends=("mine",), allow_mask_blind=True)) == []
+
+
+@pytest.mark.parametrize("given", ["too small", None, Reason("mine", 1, 2)])
+@pytest.mark.parametrize("where", ["reasons_against", "reasons_now"])
+def test_what_is_no_reason_is_an_error_of_the_backend(registered, where, given):
+    registered(dataclasses.replace(mine(), **{where: lambda *arguments: given and iter([given])}))
+    tensors = draw()
+    with route(backends=("mine",)), pytest.raises(TypeError, match="backend 'mine' gives .*; accepted"):
+        F.scaled_dot_product_attention(*tensors)
+    with route(backends=("mine",), on_error="fallback"):
+        assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
+    assert stats()["reasons"] == {Code.BACKEND_FAILED: 1}, "counted and shown as any reason"
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"dtypes": BF16}, {"head_dims": 64}, {"masks": ("per key",)}, {"causal": True}, {"error": "small"}, {"error": -1}],
+)
+def test_limits_that_say_nothing(limits):
+    with pytest.raises((TypeError, ValueError), match="accepted"):
+        BackendLimits(**limits)
 
 
 # --- a backend that fails
@@ -752,6 +804,7 @@ def test_gradients_are_torchs_in_a_graph_too(monkeypatch):
 # --- properties
 
 
+@hypothesis.settings(deadline=None)
 @given(
     st.sampled_from(["fa3", "comfy", "sage"]),
     st.integers(1, 200),

@@ -380,7 +380,22 @@ def test_one_line_at_the_end_where_it_is_asked_for(tmp_path):
     assert line.startswith("sdpa_router: 3 attention calls, 0 routed (0 %): torch 3; reasons: device 3, dtype 3")
     assert recorded(tmp_path / "run.jsonl").stderr == ""
     nothing = recorded(tmp_path / "run.jsonl", "import sdpa_router", SDPA_ROUTER_LOG="info")
-    assert nothing.stderr == ""
+    assert nothing.stderr.startswith("sdpa_router: no attention call came by")
+    workers = """
+import multiprocessing, torch, torch.nn.functional as F, sdpa_router
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pool.apply(len, ([],))
+        pool.close()
+        pool.join()
+    with sdpa_router.route():
+        F.scaled_dot_product_attention(*torch.zeros(3, 1, 1, 4, 4))
+"""
+    path = tmp_path / "workers.py"
+    path.write_text(workers)
+    started = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+    (line,) = recorded(tmp_path / "run.jsonl", started, SDPA_ROUTER_LOG="info").stderr.splitlines()
+    assert "1 attention calls" in line
 
 
 def test_the_line_counts_everyone():

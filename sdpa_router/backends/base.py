@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ..decision import MaskKind, Reason
+from ..decision import Code, MaskKind, Reason
 
 if TYPE_CHECKING:
     from ..decide import Call
@@ -27,6 +29,7 @@ class BackendLimits:
     queries as keys; or "none".  gqa: whether grouped heads are taken.  max_scale, positive_scale: of the softmax scale.
     blind: whether what a masked key holds changes the answer.  lse: whether it could return the log-sum-exp.
     error: the largest relative error that it is known to have on N(0, 1) inputs, None if unknown.
+    Raises TypeError or ValueError for other values.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
@@ -41,6 +44,16 @@ class BackendLimits:
     lse: bool = False
     error: float | None = None
 
+    def __post_init__(self) -> None:
+        for name, kind in (("dtypes", torch.dtype), ("head_dims", int), ("masks", MaskKind)):
+            given = getattr(self, name)
+            if not isinstance(given, tuple) or not all(isinstance(value, kind) for value in given):
+                raise TypeError(f"{name} is {given!r}; accepted: a tuple of {kind.__name__}")
+        if self.causal not in ("any", "square", "none"):
+            raise ValueError(f"causal is {self.causal!r}; accepted: 'any', 'square' or 'none'")
+        if self.error is not None and not (isinstance(self.error, (int, float)) and self.error >= 0):
+            raise ValueError(f"error is {self.error!r}; accepted: None or a number of at least 0")
+
 
 Reasons = Callable[["Call", "Settings"], Iterator[Reason]]
 Run = Callable[["Call", "Settings", Callable[..., torch.Tensor]], torch.Tensor]
@@ -51,7 +64,8 @@ class Backend:
     """One who can answer an attention call.
 
     name: what `route(backends=...)` calls it.  limits: what it takes.  reasons_against(call, settings) yields every
-    reason why it can't answer a call exactly as torch would, its own rounding aside; it sees metadata only.
+    reason beyond its limits why it can't answer a call exactly as torch would, its own rounding aside; it sees metadata
+    only, of query, key and value with four axes.
     run(call, settings, attention) answers, into a new tensor [B, H, Q, D] in the query's dtype, and changes neither an
     argument nor the current device; `attention` is torch's function.
     reasons_now(call) yields reasons in what may change from call to call, such as the current stream; it is asked at
@@ -124,8 +138,41 @@ def register_backend(backend: Backend) -> None:
     with _lock:
         if backend.name in (*backend_names(), *_RESERVED):
             raise ValueError(f"a backend {backend.name!r} is there already; unregister_backend() removes one of yours")
-        _registered[backend.name] = backend
+        now = None if backend.reasons_now is None else functools.partial(_all_reasons_now, backend)
+        against = functools.partial(_all_reasons_against, backend)
+        _registered[backend.name] = dataclasses.replace(backend, reasons_against=against, reasons_now=now)
     _judge_anew()  # it may be back, under settings that named it before
+
+
+def _all_reasons_against(backend: Backend, call: Call, settings: Settings) -> Iterator[Reason]:
+    """Yield the reasons in the limits of a registered backend, then its own ones."""
+    from ..decide import call_against, is_regular  # which imports this module
+
+    yield from call_against(call, backend.limits, lambda device: None)
+    yield from mask_blind(call, backend.limits, settings)
+    if is_regular(call):
+        yield from _told_by(backend, backend.reasons_against(call, settings))
+
+
+def mask_blind(call: Call, limits: BackendLimits, settings: Settings) -> Iterator[Reason]:
+    """Yield the reason that what masked keys hold would change the answer, unless the user accepts that."""
+    if limits.blind and call.attn_mask is not None and not settings.allow_mask_blind:
+        yield Reason(Code.MASK_BLIND, "all keys, masked ones too", "that with allow_mask_blind=True")
+
+
+def _all_reasons_now(backend: Backend, call: Call) -> Iterator[Reason]:
+    assert backend.reasons_now is not None
+    yield from _told_by(backend, backend.reasons_now(call))
+
+
+def _told_by(backend: Backend, reasons: object) -> Iterator[Reason]:
+    """Yield what a registered backend gives as reasons; raises TypeError for what nothing could count or show."""
+    if not isinstance(reasons, Iterable):
+        raise TypeError(f"backend {backend.name!r} gives {reasons!r}; accepted: an iterator over Reasons")
+    for reason in reasons:
+        if not isinstance(reason, Reason) or not isinstance(reason.code, Code):
+            raise TypeError(f"backend {backend.name!r} gives {reason!r}; accepted: Reason(Code, given, accepted)")
+        yield reason
 
 
 def unregister_backend(name: str) -> None:

@@ -13,7 +13,7 @@ from ..decide import Call, call_against, is_regular
 from ..decision import Code, MaskKind, Reason
 from ..mask import key_view
 from ..settings import Settings
-from .base import Backend, BackendLimits
+from .base import Backend, BackendLimits, mask_blind
 from .peers import EntryPoint, entry_point, on_gpu, softmax_scale, uneven_strides
 
 LIMITS = BackendLimits(masks=(MaskKind.PER_KEY,), causal="none", positive_scale=True, blind=True, error=0.02)
@@ -58,8 +58,7 @@ def _unavailable(device: torch.device) -> Reason | None:
 
 def _reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
     yield from call_against(call, LIMITS, _unavailable)
-    if call.attn_mask is not None and not settings.allow_mask_blind:
-        yield Reason(Code.MASK_BLIND, "all keys, masked ones too", "that with allow_mask_blind=True")
+    yield from mask_blind(call, LIMITS, settings)
     if is_regular(call) and call.query.shape[3] in _IN_PLACE:
         yield from uneven_strides(call, 4)
 
