@@ -40,7 +40,14 @@ import sdpa_router
 Attention = Callable[..., Any]
 
 # Goals of the project: microseconds over the bare call, and routed time over bare time.
-GOALS_US = {"inactive": 1.5, "known-fallback": 3.0, "known-own": 3.0, "known-routed": 3.0, "known-four": 4.0, "known-peer": 4.0}
+GOALS_US = {
+    "inactive": 1.5,
+    "known-fallback": 3.0,
+    "known-own": 3.0,
+    "known-routed": 3.0,
+    "known-four": 4.0,
+    "known-peer": 4.0,
+}
 GOAL_RATIO = 1.05
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
 COLUMNS = ("case", "tokens", "mask", "count", "us", "bare us", "over us", "ratio", "goal")

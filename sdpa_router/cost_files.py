@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -99,7 +100,7 @@ def write_table(table: Table) -> Path:
     """Write a table into the cache folder, in one piece, and use it from now on."""
     path = table_path(table.facts)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
+    part = path.with_suffix(f".{os.getpid()}.part")  # another process may tune at the same time
     part.write_text(json.dumps(table.as_json(), indent=1), encoding="utf-8")
     part.replace(path)
     forget()

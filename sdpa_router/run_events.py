@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -20,15 +21,26 @@ _UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events of a recorded run; raises OSError, and ValueError with the number of a line that is none."""
+    """Yield the events of a recorded run; raises OSError, and ValueError with the number of a line that is none.
+
+    A last line without its end is left out: its process was killed while it wrote, or writes still.
+    """
     with path.open("rb") as lines:  # of bytes, so that the number is right where one is no UTF-8
         for number, line in enumerate(lines, 1):
             try:
-                if line.strip():
+                if line.strip() and (line.endswith(b"\n") or _is_whole(line)):
                     yield _checked(json.loads(line))
             except (ValueError, RecursionError) as error:
                 why = "nested too deep" if isinstance(error, RecursionError) else str(error)
                 raise ValueError(f"line {number} of {path} is no record of a call: {why}") from error
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a line without an end is JSON all the same, such as one that an editor has saved."""
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(line)
+        return True
+    return False
 
 
 def _checked(event: Any) -> Event:

@@ -123,6 +123,8 @@ class Comfy:
             bias = None
             if attn_mask is not None:
                 bias = attn_mask
+                assert bias.stride(-1) == 1, "a value in memory for each key"
+                assert bias.shape[-1] == k.shape[2], "a value in memory for each key"
                 if bias.dtype == torch.bool:
                     bias = torch.zeros(bias.shape).masked_fill(~bias, -math.inf)
                 bias = bias.double().masked_fill(bias < -34657, -math.inf)

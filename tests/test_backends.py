@@ -335,7 +335,7 @@ def test_a_registered_backend_that_is_blind_needs_consent(registered):
 def test_what_is_no_reason_is_an_error_of_the_backend(registered, where, given):
     registered(dataclasses.replace(mine(), **{where: lambda *arguments: given and iter([given])}))
     tensors = draw()
-    with route(backends=("mine",)), pytest.raises(TypeError, match="backend 'mine' gives .*; accepted"):
+    with route(backends=("mine",)), pytest.raises(TypeError, match=r"backend 'mine' gives .*; accepted"):
         F.scaled_dot_product_attention(*tensors)
     with route(backends=("mine",), on_error="fallback"):
         assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
@@ -629,6 +629,23 @@ def test_biases_of_any_size_are_biases(kitchen, least):
         assert_right(out, query, key, value, mask)
         nothing = torch.full((1, 1, 1, 128), -math.inf)
         assert torch.equal(F.scaled_dot_product_attention(query, key, value, nothing), torch.zeros_like(query))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, FP32])
+@pytest.mark.parametrize("kind", ["one for all keys", "every second", "expanded", "by head"])
+def test_however_a_key_mask_lies_in_memory_it_is_read_right(kitchen, dtype, kind):
+    query, key, value = draw()
+    kept = torch.rand(1, 2, 1, 256) < 0.7
+    kept[..., 0] = True
+    values = kept if dtype is torch.bool else torch.where(kept, torch.randn(1, 2, 1, 256), -math.inf)
+    mask = {
+        "one for all keys": values[:, :, :, :1],
+        "every second": values[:, :, :, ::2],
+        "expanded": values[:, :1, :, :1].expand(1, 2, 64, 128),
+        "by head": values[:, :, :, :128],
+    }[kind]
+    with route(backends=("comfy",), allow_mask_blind=True, on_unsupported="raise"):
+        assert_right(F.scaled_dot_product_attention(query, key, value, mask), query, key, value, mask)
 
 
 @pytest.mark.parametrize("stride", [0, 65, 66])

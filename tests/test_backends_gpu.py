@@ -85,6 +85,32 @@ def test_biases_of_any_size(name, least, kv_len):
     assert_right(attend(name, *tensors, mask), name, *tensors, mask)
 
 
+@pytest.mark.parametrize("name", ["int8", "comfy", "torch-efficient"])
+@pytest.mark.parametrize("kv_len", [512, 2048])
+@pytest.mark.parametrize("kind", ["one for all keys", "every second", "expanded"])
+def test_however_a_key_mask_lies_in_memory(name, kv_len, kind):
+    tensors = draw(1, 2, 128, kv_len, 64)
+    kept = torch.rand(1, 1, 1, 2 * kv_len, device="cuda") < 0.7
+    kept[..., 0] = True
+    mask = {
+        "one for all keys": kept[..., :1],
+        "every second": kept[..., ::2],
+        "expanded": kept[..., :1].expand(1, 2, 128, kv_len),
+    }[kind]
+    assert_right(attend(name, *tensors, mask), name, *tensors, mask)
+
+
+@pytest.mark.parametrize("name", ["int8", "comfy", "torch-math"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_in_a_bias_shows(name, value):
+    tensors = draw(1, 2, 128, 2048, 64)
+    bias = torch.zeros(1, 2, 1, 2048, device="cuda", dtype=torch.bfloat16)
+    bias[0, 1, 0, 77] = value
+    out = attend(name, *tensors, bias)
+    assert out[0, 1].isnan().all()
+    assert out[0, 0].isfinite().all()
+
+
 @pytest.mark.parametrize("kv_len", [512, 2048])
 def test_comfy_without_a_key_answers_zero(kv_len):
     tensors = draw(1, 2, 128, kv_len, 64)

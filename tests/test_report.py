@@ -145,6 +145,22 @@ def test_a_process_that_was_killed_is_told(run_file):
     assert "without writing its counts" in page(run)
 
 
+def test_a_run_that_is_cut_short_anywhere_is_read_up_to_there(run_file):
+    whole = run_file.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    first = len(lines[0])
+    for cut in (*range(first, first + 40), len(whole) - 20, len(whole) - 2):
+        run_file.write_bytes(whole[:cut])
+        run = read_run(run_file)
+        assert 1 <= len(run.rows) <= 4
+        assert not run.complete
+    run_file.write_bytes(whole.rstrip())
+    assert read_run(run_file).complete
+    run_file.write_bytes(b"".join([lines[0], lines[1][:50], b"\n", *lines[2:]]))
+    with pytest.raises(ValueError, match="line 2 of"):
+        read_run(run_file)
+
+
 def test_this_machines_costs_are_taken_where_the_gpu_is_the_same(run_file, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")

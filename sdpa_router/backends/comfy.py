@@ -63,13 +63,15 @@ def _reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
         yield from uneven_strides(call, 4)
 
 
-def _anchored(query: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move a bias so that its largest value in a row is 0: comfy-kitchen answers 0 where all are under -34657.
+def _anchored(query: torch.Tensor, mask: torch.Tensor, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give a mask a value in memory for each key, and move a bias so that its largest value in a row is 0.
 
-    Softmax doesn't see it, and a row that is -inf everywhere stays so. From 2**24 on a bias absorbs the scores, as in
+    comfy-kitchen answers 0 where all are under -34657. Softmax doesn't see it, and a row that is -inf everywhere stays so. From 2**24 on a bias absorbs the scores, as in
     float32: there the query is set to 0. Returns (query, mask).
     """
     bias = key_view(mask)
+    if bias.shape[3] != kv_len or bias.stride(3) != 1:
+        bias = bias.expand(-1, -1, -1, kv_len).contiguous()
     if bias.dtype == torch.bool:
         return query, bias
     bias = bias.float()
@@ -81,7 +83,9 @@ def _anchored(query: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, to
 def _run(call: Call, settings: Settings, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
     function = _found().function
     assert function is not None
-    query, mask = (call.query, None) if call.attn_mask is None else _anchored(call.query, call.attn_mask)
+    query, mask = call.query, None
+    if call.attn_mask is not None:
+        query, mask = _anchored(query, call.attn_mask, call.key.shape[2])
     out: torch.Tensor = function(query, call.key, call.value, scale=softmax_scale(call), attn_mask=mask)
     return out
 
