@@ -66,8 +66,8 @@ def _reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
 def _anchored(query: torch.Tensor, mask: torch.Tensor, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Give a mask a value in memory for each key, and move a bias so that its largest value in a row is 0.
 
-    comfy-kitchen answers 0 where all are under -34657. Softmax doesn't see it, and a row that is -inf everywhere stays so. From 2**24 on a bias absorbs the scores, as in
-    float32: there the query is set to 0. Returns (query, mask).
+    comfy-kitchen answers 0 where all are under -34657. Softmax doesn't see it, and a row that is -inf everywhere stays
+    so. From 2**24 on a bias absorbs the scores, as in float32: there the query is set to 0. Returns (query, mask).
     """
     bias = key_view(mask)
     if bias.shape[3] != kv_len or bias.stride(3) != 1:
