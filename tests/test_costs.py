@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,20 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdpa_router
-from sdpa_router import Backend, BackendLimits, Code, Settings, cli, cost_files, costs, route, stats, tune, tuning
+from sdpa_router import (
+    Backend,
+    BackendLimits,
+    Code,
+    MaskKind,
+    Settings,
+    cli,
+    cost_files,
+    costs,
+    route,
+    stats,
+    tune,
+    tuning,
+)
 from sdpa_router.backends import base
 from sdpa_router.choose import choose
 from sdpa_router.costs import Point, Size, Table
@@ -84,6 +98,7 @@ def test_a_measured_call_gives_what_was_measured():
         assert estimate == pytest.approx(dict(point.ms), rel=1e-6)
 
 
+@hypothesis.settings(deadline=None)
 @given(st.integers(512, 8192), st.integers(512, 8192), st.integers(1, 64))
 def test_estimates_lie_between_the_efficiencies_around(q_len, kv_len, heads):
     size = Size(1, heads, q_len, kv_len, 128)
@@ -92,6 +107,7 @@ def test_estimates_lie_between_the_efficiencies_around(q_len, kv_len, heads):
         assert min(rates) * (1 - 1e-9) <= ms / size.operations <= max(rates) * (1 + 1e-9)
 
 
+@hypothesis.settings(deadline=None)
 @given(st.floats(9, 13))
 def test_the_fixed_price_is_found_between_lengths(octaves):
     length = round(2**octaves)
@@ -291,7 +307,9 @@ def test_the_interpreter_is_never_the_fastest(monkeypatch):
 
 
 def test_who_was_not_measured_is_not_chosen(monkeypatch, only_int8):
-    free = Backend("free", BackendLimits(), lambda call, settings: iter(()), lambda *arguments: None)
+    free = Backend(
+        "free", BackendLimits(masks=(MaskKind.PER_KEY,)), lambda call, settings: iter(()), lambda *arguments: None
+    )
     base.register_backend(free)
     monkeypatch.setattr("sdpa_router.choose.candidates", lambda: ("int8", "free"))
     try:
@@ -421,9 +439,9 @@ def test_measured_times_are_of_who_answers_right(monkeypatch):
     def right(call, settings, attention):
         return attention(*call[:6])
 
-    names = []
+    names, anything = [], BackendLimits(masks=(MaskKind.PER_KEY, MaskKind.FULL))
     for name, run in (("wrong", wrong), ("broken", broken), ("right", right)):
-        base.register_backend(Backend(name, BackendLimits(), lambda call, settings: iter(()), run))
+        base.register_backend(Backend(name, anything, lambda call, settings: iter(()), run))
         names.append(name)
     monkeypatch.setattr(tune, "candidates", lambda: tuple(names))
     try:
