@@ -4,7 +4,7 @@
     python bench/bench_backends.py --warm    # compile what the other command needs, time nothing that counts
 
 1. `sdpa-router tune --quick`, timed as a whole; its table goes to --folder and holds from then on.
-2. bench_attention.py on the cases with int8, torch, fa3, comfy and fastest, each checked against float64, interleaved.
+2. bench_attention.py on the cases with every backend and fastest, each checked against float64, interleaved.
 3. bench_dispatch.py's decisions, with four backends too.
 
 Goals: fastest within 3 % of the best single backend, never slower than torch, tune under 60 s, a decision in 4 us.
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 # Those that a deadline may cut come last.
 CASES = "flux,qwen-image,cross-512,causal-16k,d64-8k,short,d256-8k,sdxl,ltx,h3-window,d96-8k,wan-14b"
-IMPLS = "int8,torch,fa3,comfy,fastest"
+IMPLS = "int8,torch,fa3,comfy,sage,sage2,fastest"
 GOAL_RATIO, GOAL_TUNE_S = 1.03, 60.0
 COLUMNS = ("case", "mask", "fastest ms", "best single", "ms", "ratio", "torch ms", "ratio", "goal")
 

@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).parents[1] / "sdpa_router"
 # `half` is no mask that a model has.
 MASKS = {"none": "none", "fade": "key", "gap": "padding", "dense": "full"}
 BACKENDS = {("int8", "16bit"): "int8", ("torch", "16bit"): "torch", ("fa3", "16bit"): "fa3", ("comfy", "int8"): "comfy",
-            ("sage", "16bit"): "sage"}  # fmt: skip
+            ("sage", "16bit"): "sage", ("sage2", "fp8"): "sage"}  # fmt: skip
 # The device was timed where a call takes so much longer than the host takes for one, or steadily less, because calls
 # of other rivals before it hid the host.
 _LONGER, _LESS, _STEADY = 1.1, 0.9, 0.1
