@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .backends.base import TORCH, Backend, candidates, find_backend
+from .call import Call, is_regular, mask_info
 from .cost_files import table_for
 from .costs import Size, Table, fastest
-from .decide import Call, decide, is_regular, mask_cast_note, mask_info, not_wanted, short
+from .decide import decide, mask_cast_note, not_wanted, short
 from .decision import Code, Decision, MaskKind, Reason, Route
 from .settings import FASTEST, Settings
 

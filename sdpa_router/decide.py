@@ -7,39 +7,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from .backends.base import BackendLimits
+from .call import PLAIN_TYPES, Call, is_plain, is_regular, kind_of, mask_info, needs_mask_cast, plain, tensors_of
 from .cost_files import tuned_table
-from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route
+from .decision import Code, Decision, MaskKind, Reason, Route
 from .kernels.int8_attention.limits import LIMITS, Crossover, crossover, fp8_unavailable, unavailable
-from .mask import classify_mask
 from .settings import FASTEST, Settings, skips, traced_as_constant
 
-__all__ = ["Call", "Settings", "decide", "decide_kernel", "kernel_against", "reasons_against"]
+__all__ = [
+    "PLAIN_TYPES",
+    "Call",
+    "Settings",
+    "call_against",
+    "decide",
+    "decide_kernel",
+    "kernel_against",
+    "needs_mask_cast",
+    "reasons_against",
+]
 
 INT8_LIMITS = BackendLimits(
     LIMITS.dtypes, LIMITS.max_head_dim, masks=(MaskKind.PER_KEY,), max_scale=LIMITS.max_scale, lse=True, error=0.0125
 )
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _AUTOCAST_DEVICES = ("cuda", "cpu")
-
-
-class Call(NamedTuple):
-    """The arguments of scaled_dot_product_attention, as given."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    attn_mask: torch.Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
 
 
 def decide(call: Call, settings: Settings) -> Decision:
@@ -84,9 +78,9 @@ def call_against(
 ) -> Iterator[Reason]:
     """Yield every reason in the call and the process why a backend with these limits can't answer."""
     yield from _arguments(call, limits)
-    if not _is_plain(call):
+    if not is_plain(call):
         # Nothing else can be asked of such a tensor safely: a nested one has no shape.
-        names = [_kind(tensor) for tensor in _tensors(call) if not _plain(tensor)]
+        names = [kind_of(tensor) for tensor in tensors_of(call) if not plain(tensor)]
         yield Reason(Code.TENSOR_SUBCLASS, ", ".join(names), "plain dense tensors")
         return
     yield from _state(call, unavailable_on)
@@ -101,17 +95,12 @@ def call_against(
 def _modes(call: Call, pv: str, precision: str) -> Iterator[Reason]:
     if pv not in LIMITS.pv:
         yield Reason(Code.PV, pv, LIMITS.pv)
-    elif pv == "fp8" and _plain(call.query) and call.query.device.type != "meta":
+    elif pv == "fp8" and plain(call.query) and call.query.device.type != "meta":
         no_fp8 = _without_fp8(call.query.device)
         if no_fp8 is not None:
             yield no_fp8
     if precision not in LIMITS.precision:
         yield Reason(Code.PRECISION, precision, LIMITS.precision)
-
-
-def is_regular(call: Call) -> bool:
-    """Whether query, key and value are plain tensors of four axes, which sizes can be asked of."""
-    return _is_plain(call) and call.query.dim() == call.key.dim() == call.value.dim() == 4
 
 
 def _arguments(call: Call, limits: BackendLimits) -> Iterator[Reason]:
@@ -141,7 +130,7 @@ def _state(call: Call, unavailable_on: Callable[[torch.device], Reason | None]) 
         if unavailable_there is not None:
             yield unavailable_there
     if torch.is_grad_enabled():
-        names = [Call._fields[i] for i, tensor in enumerate(_tensors(call)) if tensor.requires_grad]
+        names = [Call._fields[i] for i, tensor in enumerate(tensors_of(call)) if tensor.requires_grad]
         if names:
             yield Reason(Code.REQUIRES_GRAD, ", ".join(names), "tensors without, or no_grad()")
     transform = _transform()
@@ -156,7 +145,7 @@ def _state(call: Call, unavailable_on: Callable[[torch.device], Reason | None]) 
 def _storage(call: Call, limits: BackendLimits) -> Iterator[Reason]:
     """Reasons in devices, dtypes and layout."""
     query, key, value = call.query, call.key, call.value
-    devices = [tensor.device for tensor in _tensors(call)]
+    devices = [tensor.device for tensor in tensors_of(call)]
     if any(device != query.device for device in devices):
         yield Reason(Code.MIXED_DEVICE, tuple(devices), "one device")
     if key.dtype != query.dtype or value.dtype != query.dtype:
@@ -226,46 +215,6 @@ def short(call: Call, settings: Settings) -> Iterator[Reason]:
 def mask_cast_note(call: Call) -> tuple[Reason, ...]:
     """Return the note of a decision for torch about a mask that must be cast, or none."""
     return (Reason(Code.MASK_CAST, torch.float32, call.query.dtype),) if needs_mask_cast(call) else ()
-
-
-def needs_mask_cast(call: Call) -> bool:
-    """Whether torch must get the mask in the query's dtype: a float32 one makes cuDNN answer garbage (torch 2.11)."""
-    if call.attn_mask is None or not _is_plain(call):
-        return False
-    half = call.query.dtype in (torch.float16, torch.bfloat16)
-    return half and call.attn_mask.dtype == torch.float32 and call.query.device.type == "cuda"
-
-
-def mask_info(call: Call) -> MaskInfo:
-    """Return what the metadata of the call's mask says."""
-    if call.attn_mask is None or not _is_plain(call):
-        return classify_mask(None, 1, 1, 1, 1) if call.attn_mask is None else _UNJUDGED
-    if not (2 <= call.query.dim() <= 4 and call.key.dim() >= 2):
-        return _UNJUDGED
-    batch, heads = (1, 1, *call.query.shape[:-2])[-2:]
-    return classify_mask(call.attn_mask, batch, heads, call.query.shape[-2], call.key.shape[-2])
-
-
-_UNJUDGED = MaskInfo(MaskKind.INVALID, "not judged: the tensors are not plain, or of another rank")
-
-
-def _tensors(call: Call) -> tuple[torch.Tensor, ...]:
-    given = (call.query, call.key, call.value)
-    return given if call.attn_mask is None else (*given, call.attn_mask)
-
-
-def _is_plain(call: Call) -> bool:
-    return all(_plain(tensor) for tensor in _tensors(call))
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in PLAIN_TYPES and not tensor.is_nested and tensor.layout == torch.strided
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    if type(tensor) not in PLAIN_TYPES:
-        return type(tensor).__name__
-    return "nested Tensor" if tensor.is_nested else f"Tensor of layout {tensor.layout}"
 
 
 # torch.compile runs these when it traces and keeps what they return. Its guards cover the transforms.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdpa_router.call import Call
 from sdpa_router.choose import choose
-from sdpa_router.decide import Call
 from sdpa_router.decision import Decision, Reason
 from sdpa_router.settings import FASTEST, Settings
 

@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sdpa_router import __version__
 from sdpa_router.backends.base import candidates, find_backend
+from sdpa_router.call import Call
 from sdpa_router.cost_files import table_for, tuned_table
-from sdpa_router.decide import Call, switched_off
+from sdpa_router.decide import switched_off
 from sdpa_router.decision import Code, Reason
 from sdpa_router.kernels.int8_attention.configs import kernel_name, why_portable
 from sdpa_router.kernels.int8_attention.limits import LIMITS, Crossover, unavailable

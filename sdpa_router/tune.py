@@ -14,9 +14,9 @@ from torch import Tensor
 
 from . import run
 from .backends.base import TORCH, candidates, find_backend
+from .call import Call, needs_mask_cast
 from .cost_files import facts_of, table_path, tuned_table
 from .costs import MASKS, Point, Size, Table
-from .decide import Call, needs_mask_cast
 from .run_events import read_events
 from .settings import Settings
 from .stopwatch import Answer, Times, interleaved

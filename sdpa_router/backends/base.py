@@ -16,7 +16,7 @@ import torch
 from ..decision import Code, MaskKind, Reason
 
 if TYPE_CHECKING:
-    from ..decide import Call
+    from ..call import Call
     from ..settings import Settings
 
 
@@ -146,7 +146,8 @@ def register_backend(backend: Backend) -> None:
 
 def _all_reasons_against(backend: Backend, call: Call, settings: Settings) -> Iterator[Reason]:
     """Yield the reasons in the limits of a registered backend, then its own ones."""
-    from ..decide import call_against, is_regular  # which imports this module
+    from ..call import is_regular
+    from ..decide import call_against  # which imports this module
 
     yield from call_against(call, backend.limits, lambda device: None)
     yield from mask_blind(call, backend.limits, settings)

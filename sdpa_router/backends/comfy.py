@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..decide import Call, call_against, is_regular
+from ..call import Call, is_regular
+from ..decide import call_against
 from ..decision import Code, MaskKind, Reason
 from ..mask import key_view
 from ..settings import Settings

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from ..decide import Call, call_against, is_regular
+from ..call import Call, is_regular
+from ..decide import call_against
 from ..decision import Code, Reason
 from ..settings import Settings
 from .base import Backend, BackendLimits

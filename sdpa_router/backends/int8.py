@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from .. import run
-from ..decide import INT8_LIMITS, Call, kernel_against
+from ..call import Call
+from ..decide import INT8_LIMITS, kernel_against
 from ..decision import Reason
 from ..settings import Settings
 from .base import Backend

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..decide import Call
+from ..call import Call
 from ..decision import Code, Reason
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import run
-from ..decide import Call, is_regular, needs_mask_cast
+from ..call import Call, is_regular, needs_mask_cast
 from ..decision import Code, MaskKind, Reason
 from ..settings import Settings
 from .base import Backend, BackendLimits
