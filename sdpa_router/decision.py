@@ -268,6 +268,16 @@ class Code(_Text):
         "the {given} mask was cast to {accepted}, because torch answers wrongly on a GPU without it",
         "Pass the mask in the query's dtype.",
     )
+    RING = (
+        "ring",
+        "{given}; {accepted} bytes leave it",
+        "None needed: `ring_attention()` shared the call.",
+    )
+    ULYSSES = (
+        "ulysses",
+        "{given}; {accepted} bytes leave it",
+        "None needed: `ulysses_attention()` shared the call.",
+    )
 
 
 class TileCounts(NamedTuple):

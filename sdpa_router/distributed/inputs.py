@@ -1,4 +1,4 @@
-"""What a rank is given, judged and made ready: refusals, DTensors, masks."""
+"""What a rank is given, made ready: DTensors, masks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..decide import Call, kernel_against
-from ..decision import Code, Decision, MaskKind, Reason, Route, show
-from ..mask import classify_mask, key_view
+from ..decision import show
+from ..mask import key_view
 from .group import Facts, Group, naming
 
 
@@ -120,46 +119,6 @@ def wrap(local: torch.Tensor, like: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         local, mesh.mesh, mesh.placements, run_check=False, shape=shape, stride=stride
     )
     return wrapped
-
-
-def judge(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-) -> Decision:
-    """Say whether the kernel attends to shards of these tensors; lengths of 0 and a mask over other keys are fine."""
-    grouped = all(isinstance(t, torch.Tensor) and t.dim() == 4 for t in (query, key)) and query.shape[1] != key.shape[1]
-    call = Call(query, key, value, None, 0.0, causal, scale, grouped)
-    reasons = [reason for reason in kernel_against(call, "auto", "auto") if not _only_lengths(reason)]
-    info = classify_mask(None, 1, 1, 1, 1)
-    if mask is not None and not reasons:
-        keys = mask.shape[-1] if isinstance(mask, torch.Tensor) and mask.dim() else 1
-        info = classify_mask(mask, query.shape[0], query.shape[1], query.shape[2], keys)
-        rowless = 0 in mask.shape[:-1] if isinstance(mask, torch.Tensor) else False  # expanded over a rank's no queries
-        if info.kind is not MaskKind.PER_KEY or rowless:
-            code = Code.FULL_MASK if info.kind is MaskKind.FULL else Code.INVALID_MASK
-            given = getattr(mask, "shape", type(mask).__name__)
-            reasons.append(Reason(code, given, "one row for all queries, [1 or B, 1 or H, 1, keys]"))
-        elif mask.dtype not in (torch.bool, torch.float32, query.dtype):
-            reasons.append(Reason(Code.MASK_DTYPE, mask.dtype, (torch.bool, torch.float32, query.dtype)))
-        elif mask.device != query.device:
-            reasons.append(Reason(Code.MIXED_DEVICE, (query.device, mask.device), "one device"))
-        elif mask.requires_grad and torch.is_grad_enabled():
-            reasons.append(Reason(Code.REQUIRES_GRAD, "attn_mask", "tensors without, or no_grad()"))
-        elif causal:
-            reasons.append(Reason(Code.CAUSAL_WITH_MASK, "causal and attn_mask", "one of them"))
-    return Decision(Route.SDPA if reasons else Route.INT8, info, tuple(reasons))
-
-
-def _only_lengths(reason: Reason) -> bool:
-    """Whether a call is called empty for its lengths alone: a rank may hold no query or no key."""
-    if reason.code is not Code.EMPTY:
-        return False
-    shapes: Any = reason.given
-    return all(size > 0 for shape in shapes for size in (*shape[:2], shape[3]))
 
 
 def mask_facts(mask: torch.Tensor | None) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from typing import Literal, NamedTuple, overload
 import torch
 import torch.distributed as dist
 
-from .group import Facts, Group, agree, naming, open_group
-from .inputs import anchored, mask_rows, shard_of_mask, softmax_scale, unwrap, wrap
-from .start import answer_alone, eagerly, facts_of
+from ..decision import Code
+from .decide import Asked, Pair, Way
+from .group import Facts, Group, naming
+from .inputs import anchored, mask_rows, shard_of_mask, softmax_scale
+from .start import attend, eagerly
 from .tile import Answer, Shard, config_for_shards, filling, pack, quantize_query, quantize_shard, unpack
 from .wire import Layout, Spec, layout
 
@@ -79,36 +81,8 @@ def ring_attention(
 
     >>> out = ring_attention(query, key, value)  # on each rank of torchrun, with its part of the sequence
     """
-    return eagerly(_attend)(query, key, value, attn_mask, group, scale, return_lse, causal, value_bits)
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    group: dist.ProcessGroup | None,
-    scale: float | None,
-    return_lse: bool,
-    causal: bool,
-    value_bits: int,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    (query_, key_, value_, mask), told, mesh, refused = unwrap(query, key, value, attn_mask, group)
-    ranks = open_group(told, "ring_attention")
-    given = (query_, key_, value_, mask, causal, scale, return_lse, value_bits)
-    if ranks.size == 1:
-        if refused is not None:
-            raise refused
-        out, lse = answer_alone(*given)
-    else:
-        facts, cause = facts_of("ring_attention", ranks, *given, cause=refused)
-        everyone = agree(ranks, facts, query_, cause)
-        with torch.cuda.device_of(query_):  # NCCL and Triton work on the current device
-            out, lse = _ring(query_, key_, value_, mask, ranks, everyone)
-    if mesh:
-        out = wrap(out, query, mesh)
-        lse = wrap(lse, query, mesh) if return_lse else lse
-    return (out, lse) if return_lse else out
+    asked = Asked(query, key, value, attn_mask, causal, scale, return_lse, value_bits)
+    return eagerly(attend)(RING, asked, group)
 
 
 class Plan(NamedTuple):
@@ -132,14 +106,8 @@ def plan(query: torch.Tensor, value: torch.Tensor, rank: int, everyone: list[Fac
     return Plan(spec, [layout(spec, other.kv_len) for other in everyone], visible)
 
 
-def _ring(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    ranks: Group,
-    everyone: list[Facts],
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _ring(asked: Asked, ranks: Group, everyone: list[Facts]) -> Pair:
+    query, key, value, mask, *_ = asked
     facts = everyone[ranks.rank]
     planned = plan(query, value, ranks.rank, everyone)
     top = None
@@ -152,6 +120,15 @@ def _ring(
         shard = quantize_shard(key, value, mask, top, planned.spec, facts.heads // facts.kv_heads)
     out, lse = turn(query, shard, softmax_scale(facts), planned, ranks.rank, link_of(ranks))
     return out, lse if top is None else lse + top[..., None]
+
+
+def _sends(asked: Asked, everyone: list[Facts], rank: int) -> int:
+    """Count the bytes that leave a rank: every shard but the one that comes last."""
+    layouts = plan(asked.query, asked.value, rank, everyone).layouts
+    return sum(part.size for source, part in enumerate(layouts) if source != (rank + 1) % len(layouts))
+
+
+RING = Way("ring_attention", Code.RING, _ring, _sends)
 
 
 def turn(

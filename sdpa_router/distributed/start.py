@@ -1,4 +1,4 @@
-"""The first step of a call on every rank: judge what it was given, and say it as Facts."""
+"""The steps that all ways share: unwrap the tensors, judge them, agree, count, attend, wrap the answer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from .. import run
-from ..decision import UnsupportedError
-from .group import Facts, Group, host
-from .inputs import judge, mask_facts
-from .tile import Answer, config_for_shards
-from .wire import VALUE_BITS
+from ..decision import MaskInfo, UnsupportedError
+from .decide import Asked, Pair, Way, count, facts_of, judge, wrong_setting
+from .group import Facts, Group, agree, open_group
+from .inputs import unwrap, wrap
+from .tile import Answer
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -25,107 +26,65 @@ def eagerly(function: _Function) -> _Function:
     return disabled
 
 
-def answer_alone(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-    return_lse: bool,
-    value_bits: int,
-    quantize: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Answer on a group of one rank: what one process does, nothing more; lse is empty unless asked for.
-
-    Raises UnsupportedError if the kernel doesn't take the call, ValueError for a mask over other keys or a setting that
-    more ranks would refuse.
-    """
-    decision = judge(query, key, value, mask, causal, scale)
-    if decision.reasons:
-        raise UnsupportedError(decision)
-    refusal = _wrong_setting(causal, return_lse, value_bits, quantize)
-    if mask is not None and mask.shape[-1] not in (1, key.shape[2]):
-        refusal = f"gives a mask over {mask.shape[-1]} keys, expected {key.shape[2]} (all keys) or 1"
-    if refusal:
-        raise ValueError(f"rank 0 {refusal}")
-    if 0 in (query.shape[2], key.shape[2]):
-        answer = Answer(query, 0)
-        return answer.out, answer.lse
-    return run.int8(query, key, value, mask, causal, scale, "auto", "auto", return_lse=return_lse)
+def attend(way: Way, asked: Asked, group: dist.ProcessGroup | None) -> torch.Tensor | Pair:
+    """Answer a call on every rank of `group`, or raise on every one; its tensors may be DTensors."""
+    local, told, mesh, cause = unwrap(*asked[:4], group)
+    ranks = open_group(told, way.function)
+    query, key, value, mask = local
+    mine = asked._replace(query=query, key=key, value=value, mask=mask)
+    if ranks.size == 1:
+        if cause is not None:
+            raise cause
+        out, lse = _answer_alone(way, mine)
+    else:
+        facts, info, refused = _told(way, mine, ranks, cause)
+        everyone = agree(ranks, facts, mine.query, refused)
+        assert info is not None
+        count(way, mine, everyone, ranks.rank, info)
+        with torch.cuda.device_of(mine.query):  # NCCL and Triton work on the current device
+            out, lse = way.run(mine, ranks, everyone)
+    if mesh:
+        out = wrap(out, asked.query, mesh)
+        lse = wrap(lse, asked.query, mesh) if asked.return_lse else lse
+    return (out, lse) if asked.return_lse else out
 
 
-def _wrong_setting(causal: bool, return_lse: bool, value_bits: int, quantize: bool | None) -> str:
-    """Say which setting no call takes, or nothing."""
-    if type(value_bits) is not int or value_bits not in VALUE_BITS:
-        return f"gives value_bits {value_bits!r}, expected one of {', '.join(map(str, VALUE_BITS))}"
-    if not isinstance(return_lse, bool):
-        return f"gives return_lse {return_lse!r}, expected True or False"
-    if quantize is not None and not isinstance(quantize, bool):
-        return f"gives quantize {quantize!r}, expected True, False or None"
-    if quantize and causal:
-        return "gives quantize=True with causal, expected one of them: quantised shards know no diagonal"
-    return ""
-
-
-def facts_of(
-    function: str,
-    ranks: Group,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-    return_lse: bool,
-    value_bits: int,
-    quantize: bool | None = None,
-    cause: Exception | None = None,
-) -> tuple[Facts, Exception | None]:
-    """Return what this rank tells the others, and what it raises if it refuses the call; the others then raise too.
+def _told(
+    way: Way, asked: Asked, ranks: Group, cause: Exception | None
+) -> tuple[Facts, MaskInfo | None, Exception | None]:
+    """Return what this rank tells the others, what its mask is, and what it raises if it refuses; so do the others.
 
     cause: why it refuses already.
     """
     if cause is None:
         try:
-            return _facts(function, ranks, query, key, value, mask, causal, scale, return_lse, value_bits, quantize)
+            decision = judge(asked)
+            if decision.reasons:
+                raise UnsupportedError(decision)
+            refusal = wrong_setting(asked) or ranks.refusal(asked.query.device)
+            return Facts(way.function, refusal=refusal) if refusal else facts_of(way, asked), decision.mask, None
         except Exception as error:  # whatever it is: to raise alone is to leave the others waiting
             cause = error
-    return Facts(function, refusal=str(cause) or type(cause).__name__), cause
+    return Facts(way.function, refusal=str(cause) or type(cause).__name__), None, cause
 
 
-def _facts(
-    function: str,
-    ranks: Group,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-    return_lse: bool,
-    value_bits: int,
-    quantize: bool | None,
-) -> tuple[Facts, Exception | None]:
-    decision = judge(query, key, value, mask, causal, scale)
+def _answer_alone(way: Way, asked: Asked) -> Pair:
+    """Answer on a group of one rank: what one process does, nothing more; lse is empty unless asked for.
+
+    Raises UnsupportedError if the kernel doesn't take the call, ValueError for a mask over other keys or a setting that
+    more ranks would refuse.
+    """
+    decision = judge(asked)
     if decision.reasons:
         raise UnsupportedError(decision)
-    refusal = _wrong_setting(causal, return_lse, value_bits, quantize) or ranks.refusal(query.device)
+    query, key, value, mask, causal, scale, return_lse, *_ = asked
+    refusal = wrong_setting(asked)
+    if mask is not None and mask.shape[-1] not in (1, key.shape[2]):
+        refusal = f"gives a mask over {mask.shape[-1]} keys, expected {key.shape[2]} (all keys) or 1"
     if refusal:
-        return Facts(function, refusal=refusal), None
-    shapes: dict[str, Any] = {"batch": query.shape[0], "heads": query.shape[1], "kv_heads": key.shape[1]}
-    shapes |= {"head_dim": query.shape[3], "q_len": query.shape[2], "kv_len": key.shape[2]}
-    facts = Facts(
-        function,
-        dtype=str(query.dtype),
-        causal=causal,
-        scale=None if scale is None else float(scale),
-        return_lse=return_lse,
-        value_bits=value_bits,
-        quantize=str(quantize),
-        kernel=config_for_shards(query)[1],
-        host=host(),
-        **shapes,
-        **mask_facts(mask),
-    )
-    return facts, None
+        raise ValueError(f"rank 0 {refusal}")
+    count(way, asked, [facts_of(way, asked)], 0, decision.mask)
+    if 0 in (query.shape[2], key.shape[2]):
+        answer = Answer(query, 0)
+        return answer.out, answer.lse
+    return run.int8(query, key, value, mask, causal, scale, "auto", "auto", return_lse=return_lse)

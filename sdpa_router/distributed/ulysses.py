@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from .. import run
 from ..decide import Call
-from ..kernels.int8_attention.configs import Config
+from ..decision import Code
+from .decide import Asked, Pair, Way
 from .exchange import Deal, all_to_all, deal, to_heads, to_sequence
-from .group import Facts, Group, agree, open_group
-from .inputs import anchored, mask_rows, shard_of_mask, softmax_scale, unwrap, wrap
-from .start import answer_alone, eagerly, facts_of
+from .group import Facts, Group
+from .inputs import anchored, mask_rows, shard_of_mask, softmax_scale
+from .start import attend, eagerly
 from .tile import Answer, Shard, config_for_shards, filling, pack, quantize_query, quantize_shard, unpack
 from .wire import Spec, layout
 
@@ -81,37 +82,8 @@ def ulysses_attention(
 
     >>> out = ulysses_attention(query, key, value)  # on each rank of torchrun, with its part of the sequence
     """
-    return eagerly(_attend)(query, key, value, attn_mask, group, scale, return_lse, causal, quantize, value_bits)
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    group: dist.ProcessGroup | None,
-    scale: float | None,
-    return_lse: bool,
-    causal: bool,
-    quantize: bool | None,
-    value_bits: int,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    (query_, key_, value_, mask), told, mesh, refused = unwrap(query, key, value, attn_mask, group)
-    ranks = open_group(told, "ulysses_attention")
-    given = (query_, key_, value_, mask, causal, scale, return_lse, value_bits, quantize)
-    if ranks.size == 1:
-        if refused is not None:
-            raise refused
-        out, lse = answer_alone(*given)
-    else:
-        facts, cause = facts_of("ulysses_attention", ranks, *given, refused)
-        everyone = agree(ranks, facts, query_, cause)
-        with torch.cuda.device_of(query_):
-            out, lse = _ulysses(query_, key_, value_, mask, ranks, everyone, _quantizes(quantize, everyone))
-    if mesh:
-        out = wrap(out, query, mesh)
-        lse = wrap(lse, query, mesh) if return_lse else lse
-    return (out, lse) if return_lse else out
+    asked = Asked(query, key, value, attn_mask, causal, scale, return_lse, value_bits, quantize)
+    return eagerly(attend)(ULYSSES, asked, group)
 
 
 def _quantizes(quantize: bool | None, everyone: list[Facts]) -> bool:
@@ -122,16 +94,9 @@ def _quantizes(quantize: bool | None, everyone: list[Facts]) -> bool:
     return few and not everyone[0].causal and len({facts.host for facts in everyone}) > 1
 
 
-def _ulysses(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    ranks: Group,
-    everyone: list[Facts],
-    quantize: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    facts, rank = everyone[ranks.rank], ranks.rank
+def _ulysses(asked: Asked, ranks: Group, everyone: list[Facts]) -> Pair:
+    query, key, value, mask, *_ = asked
+    rank, facts = ranks.rank, everyone[ranks.rank]
     dealt = deal(facts.heads, facts.kv_heads, ranks.size)
     q_lens, kv_lens = [other.q_len for other in everyone], [other.kv_len for other in everyone]
     if mask is not None:
@@ -140,7 +105,7 @@ def _ulysses(
     mine = q.shape[1]
     out = q.new_empty((q.shape[2], q.shape[0], mine, q.shape[3])).permute(1, 2, 0, 3)
     lse = q.new_empty((q.shape[2], q.shape[0], mine), dtype=torch.float32).permute(1, 2, 0)
-    if quantize:
+    if _quantizes(asked.quantize, everyone):
         part, part_lse = _by_shards(q, key, value, mask, dealt, ranks, everyone)
         out.copy_(part)
         lse.copy_(part_lse)
@@ -162,6 +127,32 @@ def _ulysses(
     return answer
 
 
+def _sends(asked: Asked, everyone: list[Facts], rank: int) -> int:
+    """Count the bytes that leave a rank: queries, keys, values and mask by heads, then out and lse by queries."""
+    mine, size = everyone[rank], asked.query.element_size()
+    dealt = deal(mine.heads, mine.kv_heads, len(everyone))
+    row, others = mine.batch * mine.head_dim * size, [other for other in range(len(everyone)) if other != rank]
+    sent = sum(_count(dealt.queries[other]) for other in others) * mine.q_len * row
+    answer = row + 4 * mine.batch * mine.return_lse
+    sent += sum(everyone[other].q_len for other in others) * _count(dealt.queries[rank]) * answer
+    if _quantizes(asked.quantize, everyone):
+        specs = _specs(asked.query, dealt, everyone, rank)[1]
+        return sent + sum(layout(specs[other], mine.kv_len).size for other in others)
+    if asked.mask is not None:
+        batch, heads = mask_rows(everyone)
+        rows = [batch * (1 if heads == 1 else _count(dealt.queries[other])) for other in others]
+        sent += sum(rows) * mine.kv_len * asked.mask.element_size()
+    return sent + 2 * sum(_count(dealt.keys[other]) for other in others) * mine.kv_len * row
+
+
+def _count(heads: slice) -> int:
+    number: int = heads.stop - heads.start
+    return number
+
+
+ULYSSES = Way("ulysses_attention", Code.ULYSSES, _ulysses, _sends)
+
+
 def _by_shards(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -177,7 +168,7 @@ def _by_shards(
     top = None
     if mask is not None and mask.dtype != torch.bool:
         mask, top = anchored(mask, ranks)
-    shards = _exchange_shards(key, value, mask, top, config, dealt, ranks, everyone)
+    shards = _exchange_shards(key, value, mask, top, dealt, ranks, everyone)
     answer = Answer(query, 0 if 0 in query.shape else len(shards))
     if 0 not in query.shape:
         quantized = quantize_query(query, softmax_scale(facts), config)
@@ -193,7 +184,6 @@ def _exchange_shards(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     top: torch.Tensor | None,
-    config: Config,
     dealt: Deal,
     ranks: Group,
     everyone: list[Facts],
@@ -201,11 +191,7 @@ def _exchange_shards(
     """Quantise this rank's keys and values, send each rank its heads of them; return what arrived, by rank."""
     facts, mine = everyone[ranks.rank], dealt.keys[ranks.rank]
     rows = None if mask is None else mask_rows(everyone)
-    whole = Spec(facts.batch, facts.kv_heads, facts.head_dim, value.dtype, config, rows, facts.value_bits)
-    specs = [
-        dataclasses.replace(whole, kv_heads=keys.stop - keys.start, mask_rows=_rows_of(rows, queries))
-        for keys, queries in zip(*dealt, strict=True)
-    ]
+    whole, specs = _specs(value, dealt, everyone, ranks.rank)
     leaving = [layout(spec, facts.kv_len) for spec in specs]
     sizes = [part.size for part in leaving]
     sent = torch.empty(sum(sizes), dtype=torch.uint8, device=value.device)
@@ -222,6 +208,18 @@ def _exchange_shards(
         unpack(room, part, whole, value[:, mine] if rank == ranks.rank else None)
         for rank, (part, room) in enumerate(zip(arriving, received.split(arriving_sizes), strict=True))
         if part.size
+    ]
+
+
+def _specs(like: torch.Tensor, dealt: Deal, everyone: list[Facts], rank: int) -> tuple[Spec, list[Spec]]:
+    """Return the Spec of shards with all heads, of the dtype and on the device of `like`, and that with each rank's."""
+    facts = everyone[rank]
+    rows = None if facts.mask == "no mask" else mask_rows(everyone)
+    config = config_for_shards(like)[0]
+    whole = Spec(facts.batch, facts.kv_heads, facts.head_dim, like.dtype, config, rows, facts.value_bits)
+    return whole, [
+        dataclasses.replace(whole, kv_heads=keys.stop - keys.start, mask_rows=_rows_of(rows, queries))
+        for keys, queries in zip(*dealt, strict=True)
     ]
 
 
