@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -184,6 +185,11 @@ def enable(
     for path in sorted(wrapped, key=lambda path: wrapped[path] == "off"):
         _wrap(module.get_submodule(path), names[wrapped[path]], path)
     _fuse_qk(module, fuse_qk, log)
+    parallel = any(hasattr(getattr(part, "processor", None), "_parallel_config") for part in module.modules())
+    if parallel and "diffusers.models.attention_dispatch" in sys.modules:
+        from .integrations.diffusers_parallel import serve_torch_backends
+
+        serve_torch_backends()
 
 
 def disable(module: torch.nn.Module) -> None:

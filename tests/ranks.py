@@ -1,14 +1,9 @@
-"""One rank of the tests of sharded attention: `python ranks.py SUITE RANK SIZE BACKEND FILE TIMEOUT`.
-
-Runs the checks of a suite on a process group of SIZE processes that meet in FILE, and prints their figures as JSON.
-"""
+"""The ranks of the tests of sharded attention: `python ranks.py BACKEND FOLDER SIZE...` (see worlds.py)."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
 import time
 from datetime import timedelta
 
@@ -18,11 +13,14 @@ import torch.distributed as dist
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from sdpa_router import int8_attention, merge_attention
+import worlds
+
+from sdpa_router import int8_attention, merge_attention, record
 from sdpa_router.distributed import ring_attention, start, ulysses_attention
 from sdpa_router.testing import gaussian, lse_error, outliers, relative_error, sdpa_oracle
 
 INF = math.inf
+TIMEOUT = 120  # seconds until a group gives a rank up
 FACTOR = 4 if torch.cuda.is_available() else 1  # a GPU's tiles are larger than the interpreter's
 WIDTH = 128 if torch.cuda.is_available() else 32  # on a GPU one head_dim, because its kernels take long to compile
 
@@ -30,10 +28,17 @@ WIDTH = 128 if torch.cuda.is_available() else 32  # on a GPU one head_dim, becau
 class Rank:
     """This process, its shards, and what it found."""
 
-    def __init__(self, rank: int, size: int, backend: str) -> None:
-        self.rank, self.size = rank, size
-        self.device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    def __init__(self, world: worlds.World) -> None:
+        self.rank, self.size, self.device = world.rank, world.size, world.device
         self.found: dict[str, object] = {}
+
+    def deal_out(self, jobs):
+        """The answers of all jobs, each done by one rank: the interpreter is slow."""
+        mine = [job() for job in jobs[self.rank :: self.size]]
+        everyone = [None] * self.size
+        dist.all_gather_object(everyone, mine)
+        whole = [everyone[n % self.size][n // self.size] for n in range(len(jobs))]
+        return [tuple(tensor.to(self.device) for tensor in answer) for answer in whole]
 
     def cuts(self, length: int, kind: str = "uneven") -> list[int]:
         """Edges of the shards: uneven ones, of which one is empty where there are more than two, or even ones."""
@@ -72,30 +77,39 @@ class Rank:
 
 
 MASKS = ("none", "bool by head", "left padding", "gap", "nothing", "bias", "bias by head", "constant", "absorbing")
-MASKS_OF_FOUR = ("left padding", "bias by head")  # the interpreter is slow
+MASKS_OF_FOUR = ("left padding", "bias by head")
+# Ulysses deals out masks that differ by head, and others not; the rest of a mask is one process's to deal with.
+WITH_ULYSSES = ("none", "bool by head", "bias", "bias by head")
+QUANTISED = ("bias by head", "absorbing")
 
 
 def answers(me: Rank) -> None:
     """Every mask kind, with grouped heads and uneven shards, against float64 and against one process."""
-    heads = 4
-    q, k, v = me.draw(gaussian, 1, heads, 20 * FACTOR, 90 * FACTOR, WIDTH, kv_heads=2)
-    q_cuts, k_cuts = me.cuts(q.shape[2]), me.cuts(k.shape[2])
-    mine = [me.shard(q, q_cuts), me.shard(k, k_cuts), me.shard(v, k_cuts)]
-    for number, kind in enumerate(MASKS if me.size == 2 else MASKS_OF_FOUR):
-        mask = me.mask(kind, heads, k.shape[2])
+    kinds = MASKS if me.size == 2 else MASKS_OF_FOUR
+    cases = [(kind, *((4, 2) if kind in WITH_ULYSSES else (2, 1))) for kind in kinds]
+    given, jobs = [], []
+    for kind, heads, kv_heads in cases:
+        tensors = me.draw(gaussian, 1, heads, 20 * FACTOR, 90 * FACTOR, WIDTH, kv_heads=kv_heads)
+        given.append((*tensors, me.mask(kind, heads, 90 * FACTOR)))
+        jobs.append(lambda given=given[-1]: sdpa_oracle(*given, enable_gqa=True))
+        jobs.append(lambda given=given[-1]: int8_attention(*given, enable_gqa=True, return_lse=True))
+    done = me.deal_out(jobs)
+    for number, (kind, heads, _) in enumerate(cases):
+        q, k, v, mask = given[number]
+        q_cuts, k_cuts = me.cuts(q.shape[2]), me.cuts(k.shape[2])
+        (ref, ref_lse), (one, one_lse) = ([me.shard(x, q_cuts) for x in pair] for pair in done[2 * number :][:2])
+        mine = [me.shard(q, q_cuts), me.shard(k, k_cuts), me.shard(v, k_cuts)]
         whole = number % 2 == 0  # masks are given whole or in shards, in turns
-        given = mask if mask is None or whole else me.shard(mask, k_cuts, 3)
-        ref, ref_lse = (me.shard(x, q_cuts) for x in sdpa_oracle(q, k, v, mask, enable_gqa=True))
-        one, one_lse = (me.shard(x, q_cuts) for x in int8_attention(q, k, v, mask, enable_gqa=True, return_lse=True))
-        found = {}
-        for name, attend, settings in (
-            ("ring", ring_attention, {}),
-            ("ulysses", ulysses_attention, {"quantize": False}),
-            ("ulysses, quantised", ulysses_attention, {"quantize": True}),
+        part = mask if mask is None or whole else me.shard(mask, k_cuts, 3)
+        found = {"one": {"error": relative_error(one, ref), "lse": lse_error(one_lse, ref_lse)}}
+        for name, attend, settings, among in (
+            ("ring", ring_attention, {}, kinds),
+            ("ulysses", ulysses_attention, {"quantize": False}, WITH_ULYSSES),
+            ("ulysses, quantised", ulysses_attention, {"quantize": True}, QUANTISED),
         ):
-            if name == "ulysses, quantised" and kind not in ("none", "bias by head", "absorbing"):
+            if kind not in among:
                 continue
-            out, lse = attend(*mine, given, return_lse=True, **settings)
+            out, lse = attend(*mine, part, return_lse=True, **settings)
             found[name] = {
                 "error": relative_error(out, ref),
                 "lse": lse_error(lse, ref_lse) if kind != "absorbing" else lse_error(lse, one_lse),
@@ -103,7 +117,6 @@ def answers(me: Rank) -> None:
                 "zero": not bool(out.any()),
                 "shape": [*out.shape] == [1, heads, mine[0].shape[2], WIDTH] and lse.dtype == torch.float32,
             }
-        found["one"] = {"error": relative_error(one, ref), "lse": lse_error(one_lse, ref_lse)}
         me.found[f"answers: {kind}"] = found
 
 
@@ -162,7 +175,7 @@ def accuracy(me: Rank) -> None:
     q, k, v = me.draw(gaussian, 1, 2, 64 * me.size, 192 * me.size * FACTOR, 128, seed=3)
     cuts, k_cuts = me.cuts(q.shape[2], "even"), me.cuts(k.shape[2], "even")
     ref = me.shard(sdpa_oracle(q, k, v)[0], cuts)
-    one = me.shard(int8_attention(q, k, v), cuts)
+    one = int8_attention(me.shard(q, cuts), k, v)  # a query's answer depends on no other query
     out = ring_attention(me.shard(q, cuts), me.shard(k, k_cuts), me.shard(v, k_cuts))
     squares = [(x.double() - ref).square().sum().item() for x in (one, out)]
     me.found["accuracy"] = {"one": squares[0], "ring": squares[1], "size": ref.square().sum().item()}
@@ -170,7 +183,7 @@ def accuracy(me: Rank) -> None:
     cuts, k_cuts = me.cuts(q.shape[2], "even"), me.cuts(k.shape[2], "even")
     ref, ref_lse = (me.shard(x, cuts) for x in sdpa_oracle(q, k, v))
     out, lse = ring_attention(me.shard(q, cuts), me.shard(k, k_cuts), me.shard(v, k_cuts), return_lse=True)
-    one, one_lse = (me.shard(x, cuts) for x in int8_attention(q, k, v, return_lse=True))
+    one, one_lse = int8_attention(me.shard(q, cuts), k, v, return_lse=True)
     me.found["outliers"] = {
         "error": relative_error(out, ref),
         "one": relative_error(one, ref),
@@ -192,7 +205,7 @@ def causal(me: Rank) -> None:
 def layouts(me: Rank) -> None:
     """Strides of models, more ranks than key heads, scale, several batches, every query or every key on one rank."""
     q, k, v = (
-        x.transpose(1, 2).contiguous().transpose(1, 2) for x in me.draw(gaussian, 2, 3, 40, 90, WIDTH, kv_heads=1)
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in me.draw(gaussian, 2, 2, 40, 90, WIDTH, kv_heads=1)
     )
     scale = -2.26 * WIDTH**-0.5
     ref = sdpa_oracle(q, k, v, scale=scale, enable_gqa=True)
@@ -318,7 +331,7 @@ def compiled(me: Rank) -> None:
             return attend(q * 2, k, v) + 1
 
         with torch.no_grad():
-            same = torch.equal(torch.compile(step, backend="aot_eager")(q, k, v), step(q, k, v))
+            same = torch.equal(torch.compile(step, backend="eager")(q, k, v), step(q, k, v))
         me.found[f"compiled: {name}"] = same
 
 
@@ -329,7 +342,7 @@ def leaks(me: Rank) -> None:
     def handles():
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-    for count in (3, 10):
+    for count in (2, 5):
         for _ in range(count):
             ring_attention(q, k, v)
             ulysses_attention(q, k, v)
@@ -348,68 +361,65 @@ def death(me: Rank) -> None:
 
 def stray(me: Rank) -> None:
     """The last rank stays away for longer than the timeout of the group."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=1))
     q, k, v = me.draw(gaussian, 1, 1, 8, 8, WIDTH)
     if me.rank == me.size - 1:
-        time.sleep(4)
+        time.sleep(2)
     else:
         me.found["stray"] = error_of(ring_attention, q, k, v, group=group)
 
 
-CHECKS = {
-    check.__name__: check
-    for check in (
-        answers,
-        merged,
-        accuracy,
-        causal,
-        layouts,
-        dtensors,
-        refusals,
-        compiled,
-        leaks,
-        subgroup,
-        death,
-        stray,
-    )
-}
+def traffic(me: Rank) -> None:
+    """What a call's record says that leaves this rank, and what was handed to the process group."""
+    sent: list[int] = []
+    operation, exchange = dist.P2POp, dist.all_to_all_single
+
+    def counted(op, data, **settings):
+        sent.append(len(data) if op is dist.isend else 0)
+        return operation(op, data, **settings)
+
+    def exchanged(received, given, arriving, sizes, group):
+        sent.append(sum(sizes) - sizes[me.rank])
+        return exchange(received, given, arriving, sizes, group=group)
+
+    q, k, v = me.draw(gaussian, 1, 4, 24, 40, WIDTH, kv_heads=2)
+    mask = me.mask("bias by head", 4, 40)
+    q_cuts, k_cuts = me.cuts(24), me.cuts(40)
+    given = [me.shard(q, q_cuts), me.shard(k, k_cuts), me.shard(v, k_cuts), mask]
+    dist.P2POp, dist.all_to_all_single = counted, exchanged
+    try:
+        for name, attend, settings in (
+            ("ring", ring_attention, {"value_bits": 8}),
+            ("ulysses", ulysses_attention, {"return_lse": True}),
+            ("ulysses, quantised", ulysses_attention, {"quantize": True}),
+        ):
+            sent.clear()
+            with record() as seen:
+                for _ in range(2):
+                    attend(*given, **settings)
+            me.found[f"traffic: {name}"] = {"bytes": sum(sent) // 2, "records": seen.records}
+    finally:
+        dist.P2POp, dist.all_to_all_single = operation, exchange
 
 
-def suite_of(name: str, me: Rank):
-    """The checks of a suite: one by its name, or "all" that suit this world; what breaks the group comes last."""
-    if name != "all":
-        return [CHECKS[name]]
+def suite_of(me: Rank):
+    """The checks of this world; what breaks the group comes last."""
     if me.device.type == "cuda":
-        return [answers, merged, accuracy, causal, layouts, dtensors, refusals, compiled, leaks]
+        return [answers, merged, accuracy, causal, layouts, dtensors, refusals, compiled, leaks, traffic]
     # Each on one world, because the interpreter is slow.
     if me.size == 2:
-        return [answers, merged, refusals, dtensors, leaks, causal, compiled, stray]
-    return [answers, merged, refusals, accuracy, layouts, subgroup, death]
+        return [answers, merged, refusals, dtensors, leaks, causal, compiled, traffic, stray]
+    return [answers, merged, refusals, accuracy, layouts, subgroup, traffic, death]
 
 
-def main() -> None:
-    suite, rank, size, backend, meeting, timeout = sys.argv[1:]
-    torch.set_num_threads(1)
-    me = Rank(int(rank), int(size), backend)
-    if backend == "nccl":
-        torch.cuda.set_device(me.device)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{meeting}",
-        rank=me.rank,
-        world_size=me.size,
-        timeout=timedelta(seconds=float(timeout)),
-    )
-    for check in suite_of(suite, me):
+def run(world: worlds.World) -> None:
+    """Run the checks on this rank."""
+    me = Rank(world)
+    for check in suite_of(me):
         start = time.monotonic()
         check(me)
-        print(json.dumps(me.found), flush=True)  # the last line holds all
-        print(f"{check.__name__} took {time.monotonic() - start:.1f} s", file=sys.stderr)
-    if me.device.type == "cuda":
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # without waiting for a group that may be broken
+        world.write(me.found, f"{check.__name__} took {time.monotonic() - start:.1f} s")
 
 
 if __name__ == "__main__":
-    main()
+    worlds.main(run, TIMEOUT)

@@ -1,27 +1,27 @@
-"""One rank of the tests of diffusers' context parallelism: `python ranks_diffusers.py RANK SIZE BACKEND FILE`."""
+"""The ranks of the tests of diffusers' context parallelism: `python ranks_diffusers.py BACKEND FOLDER SIZE...`."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import json
 import os
-import sys
-from datetime import timedelta
+import time
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import diffusers
+import worlds
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 import sdpa_router
 from sdpa_router.integrations import diffusers as integration
 from sdpa_router.testing import gaussian, lse_error, relative_error, sdpa_oracle
 
+TIMEOUT = 100  # seconds until a group gives a rank up
 WIDTH = 128 if torch.cuda.is_available() else 32  # on a GPU the kernel that models get
 
 
@@ -34,7 +34,7 @@ def models(rank: int, size: int, device: torch.device, found: dict) -> None:
     """A small Wan through enable_parallelism, by backend and by enable(), against one native process."""
     torch.manual_seed(0)
     wan = diffusers.WanTransformer3DModel(
-        num_attention_heads=4, attention_head_dim=WIDTH, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2
+        num_attention_heads=2, attention_head_dim=WIDTH, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=1
     )
     wan = wan.half().to(device).eval().requires_grad_(False)
     inputs = {
@@ -44,24 +44,44 @@ def models(rank: int, size: int, device: torch.device, found: dict) -> None:
         "return_dict": False,
     }
     native = wan(**inputs)[0]
-    ways = {"ring": (size, 1), "ulysses": (1, size)}
-    if size == 4:
-        ways = {"both": (2, 2)}
+
+    def step(name: str, model) -> None:
+        sdpa_router.reset_stats()
+        out = model(**inputs)[0]
+        counts = {**sdpa_router.stats()["routes"], **sdpa_router.stats()["reasons"]}
+        found[f"model: {name}"] = {"error": relative_error(out, native), **counts}
+
+    ways = {"ring": (size, 1), "ulysses": (1, size)} if size == 2 else {"both": (2, 2)}
     for name, degrees in ways.items():
         model = copy.deepcopy(wan)
         model.set_attention_backend("sdpa_router")
         model.enable_parallelism(config=parallel(*degrees, device))
-        sdpa_router.reset_stats()
-        out = model(**inputs)[0]
-        found[f"model: {name}"] = {"error": relative_error(out, native), **sdpa_router.stats()["routes"]}
+        step(name, model)
+    for name, degrees in ways.items():
+        # What a program has that names no backend; in either order.
+        model = copy.deepcopy(wan)
+        model.set_attention_backend("native")
+        if name == "ring":
+            sdpa_router.enable(model, min_kv=0)
+        model.enable_parallelism(config=parallel(*degrees, device))
+        sdpa_router.enable(model, min_kv=0)
+        step(f"{name}, enabled", model)
+    if size > 2:
+        return
+    model.set_attention_backend("_native_cudnn")  # which calls no SDPA there
+    step("cudnn, enabled", model)
+    model.set_attention_backend("native")
+    sdpa_router.enable(model, min_kv=0, exclude="blocks.0")
+    step("excluded", model)
+    sdpa_router.disable(model)
+    step("disabled", model)
     model = copy.deepcopy(wan)
     model.set_attention_backend("native")
-    model.enable_parallelism(config=parallel(1, size, device))
-    sdpa_router.enable(model, min_kv=0)
-    sdpa_router.reset_stats()
-    out = model(**inputs)[0]
-    found["model: enable"] = {"error": relative_error(out, native), **sdpa_router.stats()["routes"]}
+    model.enable_parallelism(config=parallel(size, 1, device))
+    sdpa_router.enable(model, min_kv=0, exclude="blocks.0")
+    step("excluded ring", model)
     sdpa_router.disable(model)
+    found["native ring"] = text_of(model, **inputs)
 
 
 def calls(rank: int, size: int, device: torch.device, found: dict) -> None:
@@ -101,6 +121,19 @@ def calls(rank: int, size: int, device: torch.device, found: dict) -> None:
                 "dtype": str(lse.dtype),
                 "shape": [*out.shape] == [1, 8, 4, WIDTH] and [*lse.shape] == [1, 8, 4],
             }
+        last = rank == size - 1
+        odd = mine[0].bfloat16() if last else mine[0]
+        for name, given, settings in (
+            ("mask on one", (sharded if last else None), {}),
+            ("short on one", (sharded[..., :7] if last else sharded), {}),
+            ("full on one", (sharded.expand(1, 4, 8, 20).contiguous() if last else sharded), {}),
+            ("length on one", None, {"tensors": [x[:, : 12 if last else 8] for x in mine]}),
+            ("dtype on one", None, {"tensors": [odd, *(x.to(odd.dtype) for x in mine[1:])]}),
+            ("causal on one", None, {"is_causal": last}),
+        ):
+            began = time.monotonic()
+            text = text_of(attend, way, given, **settings)
+            found[f"refused: {way}, {name}"] = {"text": text, "seconds": time.monotonic() - began}
         full = torch.zeros(1, 1, 8, 20, device=device)
         short = torch.zeros(1, 1, 1, 7, device=device)
         for name, mask in {"full": full, "short": short}.items():
@@ -110,8 +143,6 @@ def calls(rank: int, size: int, device: torch.device, found: dict) -> None:
         found[f"refused: {way}, gradient"] = text_of(attend, way, tensors=tensors)
     attend("ulysses", tensors=tensors).float().sum().backward()
     found["gradient"] = bool(tensors[0].grad.abs().sum() > 0)
-    if size == 4:
-        return
     found["refused: ring, dropout"] = text_of(attend, "ring", masks["bool"].to(device), dropout_p=0.5)
 
 
@@ -123,27 +154,31 @@ def text_of(function, *given, **settings) -> str:
     return ""
 
 
-def main() -> None:
-    rank, size, backend, meeting = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
-    diffusers.utils.logging.set_verbosity_error()
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
-        torch.cuda.set_device(device)
-    else:
-        torch.accelerator.device_count = lambda: size  # diffusers counts accelerators, and a CPU is none
-    dist.init_process_group(
-        backend, init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=100)
+def both(rank: int, size: int, device: torch.device, found: dict) -> None:
+    """A mask under a ring of Ulysses groups."""
+    q, k, v = (x.to(device) for x in gaussian(1, 8, 2, 2, WIDTH))
+    config = diffusers.ParallelConfig(context_parallel_config=parallel(2, 2, device))
+    config.setup(rank, size, device, mesh=config.context_parallel_config.mesh)
+    mask = torch.zeros(1, 1, 1, 8, device=device) if rank == 1 else None
+    found["refused: both"] = text_of(
+        dispatch_attention_fn, q, k, v, attn_mask=mask, backend="sdpa_router", parallel_config=config
     )
+
+
+def run(world: worlds.World) -> None:
+    """Run the checks on this rank."""
+    rank, size, _, _ = world
+    diffusers.utils.logging.set_verbosity_error()
+    if world.backend == "gloo":
+        torch.accelerator.device_count = lambda: size  # diffusers counts accelerators, and a CPU is none
     integration.register(min_kv=0)
     found: dict[str, object] = {}
-    with torch.no_grad():
-        models(rank, size, device, found)
-    if size == 2:
-        calls(rank, size, device, found)
-    print(json.dumps(found), flush=True)
-    dist.destroy_process_group()
+    for check in (models, calls) if size == 2 else (models, both):
+        start = time.monotonic()
+        with torch.no_grad() if check is models else contextlib.nullcontext():
+            check(rank, size, world.device, found)
+        world.write(found, f"{check.__name__} took {time.monotonic() - start:.1f} s")
 
 
 if __name__ == "__main__":
-    main()
+    worlds.main(run, TIMEOUT)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds import start
 
 import sdpa_router
-from sdpa_router import UnsupportedError, int8_attention, merge_attention
-from sdpa_router.distributed import exchange, group, ring, ring_attention, ulysses_attention, wire
+from sdpa_router import Code, UnsupportedError, int8_attention, merge_attention, record, reset_stats, stats
+from sdpa_router.distributed import exchange, explain, group, ring, ring_attention, ulysses_attention, wire
 from sdpa_router.kernels.int8_attention import shards as kernels
 from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for
 from sdpa_router.testing import BUDGET, gaussian, relative_error
@@ -30,31 +31,17 @@ WORLDS = [
 MASKS = ("none", "bool by head", "left padding", "gap", "nothing", "bias", "bias by head", "constant", "absorbing")
 
 
+@pytest.fixture(scope="module")
+def by_size(tmp_path_factory):
+    """What each rank found, by size of its world: one process starts all."""
+    backend, sizes = ("nccl", [2]) if torch.cuda.is_available() else ("gloo", [2, 4])
+    return start(SCRIPT, backend, tmp_path_factory.mktemp("ranks"), sizes)
+
+
 @pytest.fixture(scope="module", params=WORLDS)
-def found(request, tmp_path_factory):
+def found(request, by_size):
     """What each rank of a world found."""
-    size, backend = request.param
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if backend == "gloo":
-        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    meeting = str(tmp_path_factory.mktemp("ranks") / "meeting")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), "all", str(rank), str(size), backend, meeting, "120"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=600) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(out for out, _ in outputs), outputs[0][1]
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    return by_size[request.param[0]]
 
 
 def here(found, check):
@@ -73,7 +60,8 @@ def test_every_mask_with_grouped_heads_and_uneven_shards(found, mask):
             assert check["lse"] <= BUDGET.lse, (name, check)
             assert check.get("shape", True), name
             assert check.get("zero", True) or mask != "nothing", name
-        assert checks["ulysses"]["same"]
+        assert checks.get("ulysses", {}).get("same", True)
+    assert "ulysses" in rank["answers: bias by head"]
 
 
 def test_the_ring_is_the_merge_of_its_shards(found):
@@ -198,7 +186,19 @@ def test_compiled_models(found, attend):
 
 def test_repeated_calls_leak_no_handles(found):
     for rank in here(found, "leaks"):
-        assert rank["leaks: after 10"] == rank["leaks: after 3"]
+        assert rank["leaks: after 5"] == rank["leaks: after 2"]
+
+
+@pytest.mark.parametrize(("way", "code"), [("ring", Code.RING), ("ulysses", Code.ULYSSES)])
+def test_each_call_is_counted_with_the_bytes_that_leave_the_rank(found, way, code):
+    names = [name for name in found[0] if name.startswith(f"traffic: {way}")]
+    assert len(names) == (1 if way == "ring" else 2)
+    for number, rank in enumerate(found):
+        for name in names:
+            (record,) = rank[name]["records"]
+            assert (record["count"], record["backend"], record["notes"]) == (2, "int8", [code.value])
+            what = f"rank {number} of {len(found)} with its part of 24 queries and 40 keys"
+            assert f"({code}: {what}; {rank[name]['bytes']} bytes leave it)" in record["detail"]
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(found):
@@ -238,6 +238,11 @@ def test_one_rank_is_one_process(attend, device):
     one, one_lse = int8_attention(q, k, v, mask, enable_gqa=True, return_lse=True)
     assert torch.equal(out, one)
     assert torch.equal(lse, one_lse)
+    with record() as seen:
+        attend(q, k, v, mask)
+    (call,) = seen.records
+    assert (call["count"], call["backend"], call["caller"].split()[-1]) == (1, "int8", "test_one_rank_is_one_process")
+    assert "rank 0 of 1 with its part of 9 queries and 70 keys; 0 bytes leave it" in call["detail"]
     with pytest.raises(UnsupportedError, match="dtype"):
         attend(q.double(), k.double(), v.double())
     with pytest.raises(ValueError, match="rank 0 gives a mask over 60 keys, expected 70"):
@@ -249,6 +254,33 @@ def test_one_rank_is_one_process(attend, device):
     out, lse = attend(q, k[:, :, :0], v[:, :, :0], return_lse=True)
     assert not out.any()
     assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize(("attend", "settings"), [(ring_attention, {}), (ulysses_attention, {"quantize": True})])
+def test_explaining_needs_no_group(attend, settings):
+    reset_stats()
+    query = torch.empty(1, 8, 512, 128, dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(1, 1, 1, 512, device="meta")
+    decision = explain(attend, query, query, query, mask, ranks=4, rank=1, **settings)
+    (note,) = decision.notes
+    assert decision.routed
+    assert note.given == "rank 1 of 4 with its part of 2048 queries and 2048 keys"
+    bf16 = 2 * query.numel() * 2 * 3
+    if attend is ring_attention:
+        assert 0.53 < note.accepted / bf16 < 0.55
+        hops = explain(attend, query, query, query, mask, ranks=2, **settings)
+        assert note.accepted == 3 * hops.notes[0].accepted
+    refused = explain(attend, query, query, query, torch.empty(1, 1, 512, 512, device="meta"), ranks=4, **settings)
+    assert [reason.code for reason in refused.reasons] == [Code.FULL_MASK]
+    with pytest.raises(ValueError, match="rank 0 gives a mask over 60 keys, expected 512"):
+        explain(attend, query, query, query, mask[..., :60], ranks=4, **settings)
+    with pytest.raises(ValueError, match="value_bits 7, expected one of 8, 9, 16"):
+        explain(attend, query, query, query, ranks=4, value_bits=7, **settings)
+    with pytest.raises(ValueError, match="given rank 4 of 4 ranks; accepted: 0 to 3"):
+        explain(attend, query, query, query, ranks=4, rank=4)
+    with pytest.raises(ValueError, match="accepted: ring_attention and ulysses_attention"):
+        explain(int8_attention, query, query, query, ranks=4)
+    assert stats()["calls"] == 0
 
 
 @pytest.mark.usefixtures("alone")

@@ -26,7 +26,8 @@ class Facts:
     """What a rank was given: sizes of its shard, settings, and why it refuses the call, if it does.
 
     mask_len: keys that its mask covers, 0 to all, or None without a mask.  mask_rows: the sizes of the mask's batch and
-    head axes.  kernel: name and tile of the kernel.  host: name of the machine.
+    head axes.  kernel: name and tile of the kernel.  host: name of the machine.  even: whether all ranks must hold as
+    many queries and keys.
     """
 
     function: str
@@ -47,6 +48,7 @@ class Facts:
     mask_len: int = 0
     mask_rows: tuple[int, int] = (1, 1)
     host: str = ""
+    even: bool = False
     refusal: str = ""
 
 
@@ -129,6 +131,12 @@ def disagreement(everyone: list[Facts]) -> str:
                 f"rank {rank} gives {field.name} {values[rank]!r}, expected {values[0]!r} as on rank 0: "
                 "all ranks must give the same"
             )
+    if first.even and (uneven := [n for n, facts in enumerate(everyone) if _lengths(facts) != _lengths(first)]):
+        rank = uneven[0]
+        return (
+            f"rank {rank} gives {everyone[rank].q_len} queries and {everyone[rank].kv_len} keys, expected "
+            f"{first.q_len} and {first.kv_len} as on rank 0"
+        )
     total = sum(facts.kv_len for facts in everyone)
     for rank, facts in enumerate(everyone):
         if first.mask != "no mask" and facts.mask_len not in (1, facts.kv_len, total):
@@ -142,6 +150,10 @@ def disagreement(everyone: list[Facts]) -> str:
                 "expected as many of one as of the other"
             )
     return ""
+
+
+def _lengths(facts: Facts) -> tuple[int, int]:
+    return facts.q_len, facts.kv_len
 
 
 class naming:  # noqa: N801 (used like a function)

@@ -18,7 +18,7 @@ from ..decide import Call
 from ..dispatch import Turn, dispatch
 from ..lse import attention_with_lse
 from ..settings import BACKENDS, OFF, Settings, active_name, in_order, intern
-from .diffusers_parallel import Arguments, attend_in_parallel
+from .diffusers_parallel import Arguments, attend_in_parallel, original_of, serve_torch_backends
 
 NAME = "sdpa_router"
 SUPPORTED = "0.36 or newer (tested: 0.36.0 and 0.42.1)"
@@ -47,8 +47,8 @@ def register(
     What the int8 kernel can't answer goes on to diffusers' "native" backend, and a BlockMask to "flex".
     return_lse=True is answered on both routes. Inside route() or an enabled module their settings hold instead.
     Registering again replaces the settings.
-    ContextParallelConfig works with ring_degree, ulysses_degree and both (diffusers_parallel.py says which masks); an
-    enabled module needs the name only for the ring, which "native" lacks.
+    ContextParallelConfig works with ring_degree, ulysses_degree and both (diffusers_parallel.py says which masks), and
+    for an enabled module or a patched model without the name: torch's backends are the router's there.
     set_attention_backend() also makes the name the default of every model without a backend of its own, and
     reset_attention_backend() leaves that so (diffusers#14249); sdpa_router.enable() touches no other model.
     Raises ImportError for a diffusers that can't be served.
@@ -126,6 +126,7 @@ def patch(
         on_error=on_error,
     )(_calls.native)
     _patched = name
+    serve_torch_backends()
 
 
 def unpatch() -> None:
@@ -189,6 +190,12 @@ def _backend(parts: _Parts) -> Callable[..., Any]:
         return parts.native(*arguments) if answer is None else answer
 
     return sdpa_router_attention
+
+
+def torch_backends() -> tuple[dict[Any, Callable[..., Any]], Callable[..., Any]]:
+    """Return diffusers' table of backends by name, and a backend of ours that answers under the active settings."""
+    parts = _parts()
+    return parts.registry._backends, _backend(parts)
 
 
 def _routed(
@@ -309,7 +316,7 @@ def _parts() -> _Parts:
             names=names,
             registry=registry,
             default=names(dispatching.DIFFUSERS_ATTN_BACKEND),
-            native=registry._backends[names.NATIVE],
+            native=original_of(registry._backends[names.NATIVE]),
             templated=getattr(dispatching, "_templated_context_parallel_attention", _no_context_parallelism),
             flex=registry._backends[names.FLEX],
             model=ModelMixin,

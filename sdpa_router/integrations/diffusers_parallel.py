@@ -6,15 +6,21 @@ under the ring goes another way: diffusers would apply one shard's mask to all s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from ..decision import MaskKind, show
 from ..mask import classify_mask
+from ..selection import excluded
+from ..settings import OFF, active_name, settings_of
 
 Attend = Callable[..., Any]
+_FUNCTION = "diffusers' context parallelism"
+# Backends of diffusers that are torch's own.
+_TORCH = ("native", "_native_cudnn", "_native_efficient", "_native_flash")
 
 
 class Arguments(NamedTuple):
@@ -38,20 +44,14 @@ def attend_in_parallel(
 
     templated: diffusers' _templated_context_parallel_attention.  native: its backend of torch, which has gradients.
     attend: our backend without parallelism, with the fields of Arguments in their order.
-    Masks: one row for all queries, over this rank's keys or over all. Under the ring the int8 kernel must take the
-    call. Raises ValueError with the reason for what can't be passed on; causal and grouped calls are refused by
-    diffusers itself.
+    Masks: one row for all queries, over this rank's keys or over all. Under a ring with a mask the int8 kernel must
+    take the call. Ranks first exchange what they were given (group.agree), so that where one is refused all raise
+    ValueError at once; not under torch.compile or while a CUDA graph is captured, where each judges alone.
     """
     parallel = config.context_parallel_config
-    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments[:3])
-    if needs_gradient and parallel.ring_degree == 1 and not arguments.return_lse:
+    arguments = _agreed(arguments, parallel)
+    if _needs_gradient(arguments[:3]) and not arguments.return_lse:
         return native(*arguments, _parallel_config=config)
-    if needs_gradient:
-        raise ValueError(
-            "given tensors that require a gradient under ring context parallelism; sdpa_router has no backward: call "
-            'under torch.no_grad(), or choose the backend "_native_flash"'
-        )
-    arguments = _with_checked_mask(arguments, parallel)
     if arguments.attn_mask is not None and parallel.ring_degree > 1:
         return _ring_with_mask(arguments, parallel)
 
@@ -74,6 +74,74 @@ def attend_in_parallel(
     return templated(*arguments, forward_op=forward, backward_op=_no_backward, _parallel_config=config)
 
 
+def _agreed(arguments: Arguments, parallel: Any) -> Arguments:
+    """Return the arguments with their mask as _with_checked_mask() does, once all ranks agree; or raise on all."""
+    if torch.compiler.is_compiling() or (arguments.query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _judged(arguments, parallel)
+    from ..distributed.group import Facts, agree, open_group
+
+    ranks = open_group(parallel._flattened_mesh.get_group(), _FUNCTION)
+    cause = None
+    try:
+        arguments = _judged(arguments, parallel)
+        facts = _facts(arguments, parallel)
+    except Exception as error:  # whatever it is: to raise alone is to leave the others waiting
+        cause, facts = error, Facts(_FUNCTION, refusal=str(error) or type(error).__name__)
+    agree(ranks, facts, arguments.query, cause)
+    return arguments
+
+
+def _facts(arguments: Arguments, parallel: Any) -> Any:
+    from ..distributed.group import Facts
+
+    query, key, mask = arguments.query, arguments.key, arguments.attn_mask
+    kind = "no mask"
+    if mask is not None:
+        whole = "all keys" if mask.shape[3] != key.shape[1] else "its keys"
+        kind = f"a mask of {show(mask.dtype)} {show(mask.shape[:3])} over {whole}"
+    return Facts(
+        _FUNCTION,
+        batch=query.shape[0],
+        heads=query.shape[2],
+        kv_heads=key.shape[2],
+        head_dim=query.shape[3],
+        dtype=show(query.dtype),
+        scale=None if arguments.scale is None else float(arguments.scale),
+        return_lse=arguments.return_lse,
+        mask=kind,
+        q_len=query.shape[1],
+        kv_len=key.shape[1],
+        mask_len=0 if mask is None else mask.shape[3],
+        even=not _takes_any_length(parallel),
+    )
+
+
+def _judged(arguments: Arguments, parallel: Any) -> Arguments:
+    """Return the arguments with a mask that was checked; ValueError for what is not passed on."""
+    ring, name = parallel.ring_degree > 1, "ring context parallelism"
+    if arguments.is_causal or arguments.enable_gqa:
+        raise ValueError(
+            f"given is_causal={arguments.is_causal} and enable_gqa={arguments.enable_gqa} under context parallelism; "
+            "expected False and False, as diffusers exchanges neither"
+        )
+    if _needs_gradient(arguments[:3]) and (ring or arguments.return_lse):
+        raise ValueError(
+            f"given tensors that require a gradient under {name if ring else 'context parallelism with return_lse'}; "
+            'sdpa_router has no backward: call under torch.no_grad(), or choose the backend "_native_flash"'
+        )
+    if arguments.dropout_p and arguments.attn_mask is not None and ring:
+        raise ValueError(f"given dropout_p={arguments.dropout_p} with a mask under {name}; expected 0")
+    return _with_checked_mask(arguments, parallel)
+
+
+def _needs_gradient(tensors: Iterable[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _takes_any_length(parallel: Any) -> bool:
+    return bool(getattr(parallel, "ring_anything", False) or getattr(parallel, "ulysses_anything", False))
+
+
 def _arrived(tensor: torch.Tensor) -> torch.Tensor:
     """Return what an all_gather brought: views of it are still of torch's class for tensors that are under way."""
     wait = getattr(tensor, "wait", None)
@@ -91,7 +159,6 @@ def _with_checked_mask(arguments: Arguments, parallel: Any) -> Arguments:
         return arguments
     local = key.shape[1]
     total = local * parallel.ring_degree * parallel.ulysses_degree
-    anything = getattr(parallel, "ring_anything", False) or getattr(parallel, "ulysses_anything", False)
     if not isinstance(mask, torch.Tensor):
         raise ValueError(f"given a {type(mask).__name__} under context parallelism; expected None or a tensor")
     if mask.dim() == 2 and mask.shape[0] == query.shape[0]:
@@ -103,7 +170,7 @@ def _with_checked_mask(arguments: Arguments, parallel: Any) -> Arguments:
             f"given the mask {show(mask.shape)} under context parallelism; expected one row for all queries, "
             f"[1 or {query.shape[0]}, 1 or {query.shape[2]}, 1, keys]: rows of queries are not exchanged"
         )
-    if keys not in (local, total) and not (anything and keys > local):
+    if keys not in (local, total) and not (_takes_any_length(parallel) and keys > local):
         raise ValueError(
             f"given a mask over {keys} keys under context parallelism; expected {local} (this rank's) or {total} (all)"
         )
@@ -120,11 +187,6 @@ def _ring_with_mask(arguments: Arguments, parallel: Any) -> Any:
     """Answer a ring with a mask by our own ring, where the mask of each shard belongs to that shard."""
     from ..distributed import ring_attention
 
-    if arguments.dropout_p or arguments.is_causal or arguments.enable_gqa:
-        raise ValueError(
-            f"given dropout_p={arguments.dropout_p}, is_causal={arguments.is_causal} and "
-            f"enable_gqa={arguments.enable_gqa} with a mask under ring context parallelism; expected 0, False and False"
-        )
     query, key, value = (tensor.permute(0, 2, 1, 3) for tensor in arguments[:3])
     out, lse = ring_attention(
         *(query, key, value, arguments.attn_mask),
@@ -134,3 +196,44 @@ def _ring_with_mask(arguments: Arguments, parallel: Any) -> Any:
     )
     answer = out.permute(0, 2, 1, 3)
     return (answer, lse.permute(0, 2, 1).contiguous()) if arguments.return_lse else answer
+
+
+def serve_torch_backends() -> None:
+    """Let enabled modules and patched models have the router under context parallelism too.
+
+    There diffusers' "native" backend has no ring, and the others of torch call operators that are not SDPA. A wrapper
+    in diffusers' table of backends passes through wherever the router is not on, and without context parallelism.
+    """
+    from .diffusers import torch_backends
+
+    registry, ours = torch_backends()
+    for name, backend in list(registry.items()):
+        if name.value in _TORCH and original_of(backend) is backend:
+            registry[name] = _served(backend, ours, name.value == "native")
+
+
+def original_of(backend: Attend) -> Attend:
+    """Return diffusers' own function of a backend that serve_torch_backends() wrapped; others as they are."""
+    found: Attend = getattr(backend, "_sdpa_router_original", backend)
+    return found
+
+
+def _served(original: Attend, ours: Attend, ringless: bool) -> Attend:
+    """Wrap a backend of torch; ringless: whether it knows no ring."""
+
+    @functools.wraps(original)
+    def attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, _parallel_config: Any = None, **settings: Any
+    ) -> Any:
+        parallel = getattr(_parallel_config, "context_parallel_config", None)
+        name = active_name()
+        leave = parallel is None or name == OFF
+        if not leave and not (ringless and parallel.ring_degree > 1):
+            # In excluded blocks, and where there are gradients, torch's backend does what it always did.
+            tensors = (query, key, value)
+            leave = settings_of(name).skip is excluded or _needs_gradient(tensors)
+        backend = original if leave else ours
+        return backend(query, key, value, _parallel_config=_parallel_config, **settings)
+
+    attention._sdpa_router_original = original  # type: ignore[attr-defined]
+    return attention
