@@ -98,8 +98,8 @@ def open_group(handle: dist.ProcessGroup | None, function: str) -> Group:
 def agree(group: Group, facts: Facts, query: torch.Tensor, cause: Exception | None) -> list[Facts]:
     """Exchange the facts of all ranks and check them; returns them by rank, or raises on every rank.
 
-    cause: what a rank that refuses raises; otherwise it is ValueError. Takes one all_gather of 8 KiB a rank, on the CPU
-    where the group has a backend for it, so that no GPU is waited for.
+    cause: why this rank refuses, if it does; what is no ValueError is raised as it is, with a note.
+    Takes one all_gather of 8 KiB a rank, on the CPU where the group has a backend for it, so that no GPU is waited for.
     """
     there = torch.device("cpu") if "cpu" in group.backends else getattr(query, "device", torch.device("meta"))
     if there.type not in group.backends:  # gather where the group can: the refusal is what must arrive
@@ -113,7 +113,12 @@ def agree(group: Group, facts: Facts, query: torch.Tensor, cause: Exception | No
     everyone = [Facts(**{**one, "mask_rows": tuple(one["mask_rows"])}) for one in found]
     trouble = disagreement(everyone)
     if trouble:
-        raise cause or ValueError(f"{facts.function} on rank {group.rank} of {group.size}: {trouble}")
+        where = f"{facts.function} on rank {group.rank} of {group.size}"
+        if cause is None or type(cause) is ValueError:
+            raise ValueError(f"{where}: {trouble}") from cause
+        notes = [*getattr(cause, "__notes__", []), f"{where}: the other ranks raise too"]
+        cause.__notes__ = notes  # type: ignore[attr-defined]
+        raise cause
     return everyone
 
 
