@@ -193,8 +193,9 @@ def crossovers(kernel: Kernel, all_links: tuple[Link, ...]) -> list[dict[str, An
                     tokens
                     for tokens in grid
                     if ring(kernel, link, gpus, tokens, traffic)
-                    < (ulysses(kernel, link, gpus, tokens, "16-bit") or float("inf"))
+                    < (ulysses(kernel, link, gpus, tokens, "16-bit") or 0.0)
                 ]
+                note = "at every length" if better[:1] == grid[:1] else "" if better else "at no length"
                 rows.append(
                     {
                         "link": link.name,
@@ -202,6 +203,7 @@ def crossovers(kernel: Kernel, all_links: tuple[Link, ...]) -> list[dict[str, An
                         "traffic": traffic,
                         "hidden_from": round(hidden[0]) if hidden else None,
                         "ring_beats_ulysses_from": round(better[0]) if better else None,
+                        "note": f"{HEADS} heads: no Ulysses" if gpus > HEADS else note,
                     }
                 )
     return rows
