@@ -187,7 +187,7 @@ def test_compiled_models(found, attend):
 
 def test_repeated_calls_leak_no_handles(found):
     for rank in here(found, "leaks"):
-        assert rank["leaks: after 5"] == rank["leaks: after 2"]
+        assert rank["leaks: after 3"] == rank["leaks: after 2"]
 
 
 @pytest.mark.parametrize(("way", "code"), [("ring", Code.RING), ("ulysses", Code.ULYSSES)])
