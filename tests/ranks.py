@@ -126,7 +126,7 @@ def merged(me: Rank) -> None:
     """The ring against the same shards in one process, merged by merge_attention: equal but for float32's rounding."""
     from sdpa_router.distributed import ring, tile
 
-    q, k, v = me.draw(gaussian, 1, 1, 30 * FACTOR, 90 * FACTOR, WIDTH)
+    q, k, v = me.draw(gaussian, 2, 1, 30 * FACTOR, 90 * FACTOR, WIDTH)
     bias = me.mask("bias", 1, k.shape[2])
     q_cuts, k_cuts = me.cuts(q.shape[2]), me.cuts(k.shape[2])
     cases = ((False, bias, 9), (True, None, 9), (False, None, 8), (False, None, 16))
@@ -145,7 +145,7 @@ def merged(me: Rank) -> None:
             there = value[:, :, a:b]
             if source != me.rank and bits < 16:
                 there = rounded(there, bits)
-            spec = ring.Spec(1, 1, WIDTH, q.dtype, tile.config_for_shards(q)[0], None, bits)
+            spec = ring.Spec(2, 1, WIDTH, q.dtype, tile.config_for_shards(q)[0], None, bits)
             part_mask = None if mask is None else mask[..., a:b] - top
             shard = tile.quantize_shard(key[:, :, a:b], there, part_mask, None, spec, 1)
             part = torch.empty(mine[0].shape, device=q.device), torch.empty(mine[0].shape[:3], device=q.device)
