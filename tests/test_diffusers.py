@@ -21,6 +21,7 @@ diffusers = pytest.importorskip("diffusers")
 import sdpa_router  # noqa: E402
 from sdpa_router import UnsupportedError, disable, enable, patch, record, route, stats  # noqa: E402
 from sdpa_router.integrations import diffusers as integration  # noqa: E402
+from sdpa_router.integrations import diffusers_parallel  # noqa: E402
 from sdpa_router.testing import BUDGET, gaussian, lse_error, relative_error, sdpa_oracle  # noqa: E402
 
 dispatching = pytest.importorskip("diffusers.models.attention_dispatch")
@@ -289,6 +290,7 @@ def test_context_parallelism_is_diffusers_own(registered, device, monkeypatch):
         return "answer"
 
     monkeypatch.setattr(dispatching, "_templated_context_parallel_attention", templated)
+    monkeypatch.setattr(diffusers_parallel, "_agreed", diffusers_parallel._judged)  # there are no other ranks
     parallel = SimpleNamespace(ring_degree=1, ulysses_degree=2, ulysses_anything=False, ring_anything=False)
     config, mask = SimpleNamespace(context_parallel_config=parallel), torch.rand(2, 48, device=device) > 0.5
     integration.register(min_kv=0)  # the function is looked up here

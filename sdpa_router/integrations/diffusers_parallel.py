@@ -227,12 +227,11 @@ def _served(original: Attend, ours: Attend, ringless: bool) -> Attend:
     ) -> Any:
         parallel = getattr(_parallel_config, "context_parallel_config", None)
         name = active_name()
-        leave = parallel is None or name == OFF
-        if not leave and not (ringless and parallel.ring_degree > 1):
-            # In excluded blocks, and where there are gradients, torch's backend does what it always did.
-            tensors = (query, key, value)
-            leave = settings_of(name).skip is excluded or _needs_gradient(tensors)
-        backend = original if leave else ours
+        backend = original
+        if parallel is not None and name != OFF:
+            # In excluded blocks, and where there are gradients, a backend of torch that can does what it always did.
+            leave = settings_of(name).skip is excluded or _needs_gradient((query, key, value))
+            backend = original if leave and not (ringless and parallel.ring_degree > 1) else ours
         return backend(query, key, value, _parallel_config=_parallel_config, **settings)
 
     attention._sdpa_router_original = original  # type: ignore[attr-defined]
