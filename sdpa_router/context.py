@@ -16,9 +16,10 @@ import torch
 from .decide import Call
 from .patch import enter, leave, stay_installed
 from .selection import Patterns, borders, check_module, excluded, may_attend, switches
-from .settings import BACKENDS, OFF, Settings, activate, active_name, in_order, intern, settings_of, traced_as_constant
+from .settings import BACKENDS, OFF, Settings, activate, active_name, intern, settings_of, traced_as_constant
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Answer = TypeVar("_Answer")
 
 _compiling = torch.compiler.is_dynamo_compiling
 _thread = threading.local()  # .outer: names to go back to, innermost last
@@ -81,9 +82,8 @@ class route(_Region):  # noqa: N801 (used like a function)
         max_error: float | None = None,
         on_error: str = "raise",
     ) -> None:
-        chosen = in_order(backends)
         super().__init__(
-            _name_of(on_unsupported, min_kv, pv, precision, skip, log, chosen, allow_mask_blind, max_error, on_error)
+            _name_of(on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error)
         )
 
     def __enter__(self) -> None:
@@ -112,7 +112,7 @@ class route(_Region):  # noqa: N801 (used like a function)
 
         @functools.wraps(function)
         def routed(*args: Any, **kwargs: Any) -> Any:
-            return _inside(name, function, args, kwargs)
+            return inside(name, function, args, kwargs)
 
         return routed  # type: ignore[return-value]
 
@@ -164,8 +164,9 @@ def enable(
     >>> enable(pipe.transformer, skip=lambda call: call.query.shape[2] != call.key.shape[2])  # no cross-attention
     """
     check_module("enable", module)
-    chosen = in_order(backends)
-    settings = Settings(on_unsupported, min_kv, pv, precision, skip, log, chosen, allow_mask_blind, max_error, on_error)
+    settings = Settings(
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
+    )
     outside = replace(settings, on_unsupported="fallback", skip=excluded)
     names = {"on": intern(settings), "off": intern(outside)}
     wrapped = borders(module, switches(module, include, exclude))
@@ -325,10 +326,10 @@ def _scope_of(settings: Settings | None, had_forward: bool, path: str) -> _Scope
 
 def _routed_forward(scope: _Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     name = scope.name
-    return forward(*args, **kwargs) if name == OFF else _inside(name, forward, args, kwargs)
+    return forward(*args, **kwargs) if name == OFF else inside(name, forward, args, kwargs)
 
 
-def _inside(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def inside(name: str, function: Callable[..., _Answer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer:
     """Call `function` while the settings `name` hold."""
     if _compiling():
         with _Region(name):
@@ -341,19 +342,13 @@ def _inside(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
         leave(outer)
 
 
+def inside_unless_routed(
+    name: str, function: Callable[..., _Answer], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Answer:
+    """Call `function` while the settings `name` hold, or those of the route() or enabled module around this call."""
+    return function(*args, **kwargs) if active_name() != OFF else inside(name, function, args, kwargs)
+
+
 @traced_as_constant
-def _name_of(
-    on_unsupported: str,
-    min_kv: int | None,
-    pv: str,
-    precision: str,
-    skip: Callable[[Call], bool] | None,
-    log: bool,
-    backends: str | tuple[str, ...],
-    allow_mask_blind: bool,
-    max_error: float | None,
-    on_error: str,
-) -> str:
-    return intern(
-        Settings(on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error)
-    )
+def _name_of(*settings: Any) -> str:
+    return intern(Settings(*settings))

@@ -44,11 +44,8 @@ _overridden = torch.overrides.has_torch_function
 
 def install(users: int = 1) -> None:
     """Be in place, for `users` more calls of uninstall()."""
-    global _users, _environment
-    environment = (_variables.get(_SWITCH), _variables.get(_INTERPRETER))
-    if environment != _environment:
-        _environment = environment
-        judge_anew()
+    global _users
+    follow_environment()
     with _lock:
         found = F.scaled_dot_product_attention
         if found is _under:  # as it mostly is
@@ -56,6 +53,15 @@ def install(users: int = 1) -> None:
         elif _users == 0 or found is not _top:
             _replace(found)
         _users += users
+
+
+def follow_environment() -> None:
+    """Forget all decisions if a variable that they depend on has changed since the last time."""
+    global _environment
+    environment = (_variables.get(_SWITCH), _variables.get(_INTERPRETER))
+    if environment != _environment:
+        _environment = environment
+        judge_anew()
 
 
 def _replace(found: run.Attention) -> None:
