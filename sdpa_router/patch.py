@@ -106,7 +106,7 @@ def uninstall() -> None:
 def enter(name: str) -> str:
     """Let the settings `name` hold in this thread until leave(); returns the name of those that held."""
     install()
-    outer = getattr(active, "name", OFF)
+    outer = active.name
     active.name = name
     return outer
 
@@ -145,7 +145,7 @@ def _patch_for(found: run.Attention) -> run.Attention:
 
 def _patch_over(previous: run.Attention) -> run.Attention:
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        name = getattr(active, "name", OFF)
+        name = active.name
         if name is OFF or _top is not scaled_dot_product_attention:
             usual = _compiling() or _are_plain(args, kwargs)
         else:

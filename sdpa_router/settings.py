@@ -108,7 +108,17 @@ _kept = _Kept()
 skipping: set[str] = set()  # names of settings with a skip
 _names: dict[Settings, str] = {}
 _lock = threading.Lock()
-active = threading.local()
+
+
+class _Active(threading.local):
+    """The name that holds in each thread; none at first, so that a graph's guard never finds the attribute missing."""
+
+    # In a class attribute torch 2.7 would read the default at all times.
+    def __init__(self) -> None:
+        self.name = OFF
+
+
+active = _Active()
 
 
 def intern(settings: Settings) -> str:
@@ -129,7 +139,7 @@ def settings_of(name: str) -> Settings:
 
 def active_name() -> str:
     """Return the name of the settings that hold in this thread, OFF outside of route()."""
-    return getattr(active, "name", OFF)
+    return active.name
 
 
 def activate(name: str) -> None:

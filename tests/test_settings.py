@@ -46,7 +46,9 @@ OTHERS = {
 class Model(nn.Module):
     """Something that may attend, and looks like a ModelPatcher of ComfyUI."""
 
-    model_options: dict[str, object] = {}
+    def __init__(self):
+        super().__init__()
+        self.model_options = {}
 
     def clone(self):
         return Model()

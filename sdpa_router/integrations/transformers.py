@@ -138,8 +138,7 @@ def _leaves_torch(call: Call, settings: Settings) -> bool:
 
 
 def _grouped_attention(call: Call) -> tuple[torch.Tensor, None]:
-    query, key, value, *rest, scale, enable_gqa = call
-    out = F.scaled_dot_product_attention(query, key, value, *rest, scale=scale, enable_gqa=enable_gqa)
+    out = F.scaled_dot_product_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
     return out.transpose(1, 2).contiguous(), None
 
 
