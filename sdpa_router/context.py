@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from .decide import Call
-from .patch import enter, leave, stay_installed
+from .patch import enter, leave, stay_installed, used
 from .selection import Patterns, borders, check_module, excluded, may_attend, switches
 from .settings import BACKENDS, OFF, Settings, activate, active_name, intern, settings_of, traced_as_constant
 
@@ -33,7 +33,8 @@ class _Region:
         self._outer = OFF
 
     def __enter__(self) -> None:
-        stay_installed()
+        if stay_installed():
+            used.once += "."  # so that the guards refuse this graph from its first run on, and it is traced anew
         self._outer = active_name()
         activate(self._name)
 
@@ -61,7 +62,8 @@ class route(_Region):  # noqa: N801 (used like a function)
 
     Contexts nest, and the inner settings hold. Leaving restores what was there, also after an exception. The switch
     belongs to the thread: other threads are not routed, asyncio tasks and suspended generators of this one are. Where
-    torch.compile traces the `with`, the replacement stays in place afterwards and passes through.
+    torch.compile traces the `with`, the replacement stays in place afterwards and passes through; a function that calls
+    SDPA before the first such `with` of the process is routed from its second run on, when it is traced again.
     Raises ValueError or TypeError for settings that don't exist.
 
     >>> with route(on_unsupported="warn"):

@@ -74,12 +74,35 @@ def _replace(found: run.Attention) -> None:
     F.scaled_dot_product_attention = _top
 
 
+class _Used:
+    """How often a graph was to be used once, as a text: torch.compile would turn a number into a symbol."""
+
+    once = ""
+
+
+used = _Used()
+
+
 @traced_as_constant
-def stay_installed() -> None:
-    """Be in place for good: the guards of the graph that is being traced need it."""
+def stay_installed() -> bool:
+    """Be in place for good, as the guards of the graph that is being traced need it.
+
+    Returns whether that graph calls torch's function already: the trace goes on with that wherever F is asked again.
+    """
     global _stays
+    found = F.scaled_dot_product_attention
     install(users=0 if _stays else 1)
     _stays = True
+    return F.scaled_dot_product_attention is not found and _is_in_graph(found)
+
+
+def _is_in_graph(function: run.Attention) -> bool:
+    if torch._guards.TracingContext.try_get() is None:
+        return False
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracers = InstructionTranslator.current_tx().output.tracers
+    return any(node.target is function for tracer in tracers for node in tracer.graph.nodes)
 
 
 def uninstall() -> None:

@@ -150,9 +150,10 @@ def test_settings_made_later_do_not_disturb_a_graph(counter):
     assert counter.frame_count == 1
 
 
-def test_calls_inside_and_outside_of_a_context_in_one_graph_for_all_threads():
-    """In a process of its own, where no thread has been inside of a context before."""
-    script = """
+@pytest.mark.parametrize("before", ["", "with sdpa_router.route(): pass"])
+def test_calls_inside_and_outside_of_a_context_in_one_graph_for_all_threads(before):
+    """In a process of its own, where the router is not in place yet: the first graph holds torch's function."""
+    script = f"""
 import threading
 import torch, torch.nn.functional as F, sdpa_router
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -166,6 +167,7 @@ def function(x):
     return before + inside + F.scaled_dot_product_attention(x, x, x)
 
 x = torch.randn(1, 2, 8, 16)
+{before}
 
 def call():
     torch.testing.assert_close(function(x), 3 * F.scaled_dot_product_attention(x, x, x))
@@ -175,8 +177,8 @@ for _ in range(3):
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-assert counter.frame_count == 1, counter.frame_count
-assert {found["phase"] for found in sdpa_router.stats()["signatures"]} == {"trace"}
+assert counter.frame_count <= 2, counter.frame_count
+assert [found["phase"] for found in sdpa_router.stats()["signatures"]] == ["trace"]
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 
