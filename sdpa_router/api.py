@@ -15,13 +15,14 @@ from .by_tile import counts_of, refine, worth_a_look
 from .choose import choose
 from .decide import Call, decide_kernel, kernel_against
 from .decision import Decision
-from .dispatch import Turn, dispatch, refuse, under_foreign_mode
+from .dispatch import Turn, dispatch, under_foreign_mode
 from .kernels.int8_attention.limits import unavailable
 from .patch import as_if_absent
 from .qk import QuantizedQK
 from .quantized import attend
 from .recent import answered_before, remember_answered
 from .settings import active_name, settings_of
+from .traced import refuse
 
 
 def scaled_dot_product_attention(
