@@ -20,8 +20,9 @@ from .decision import Code, Decision, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
 from .mask_summary import full_view, summarised
 from .recent import latest, remember, with_key_of_size
-from .record import Sighting, known, logger, sight
+from .record import known, logger, sight
 from .settings import settings_of, skipping, skips
+from .sighting import Sighting
 from .traced import traced
 
 # Bound here because the way of every call leads past them.

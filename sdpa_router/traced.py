@@ -13,8 +13,9 @@ from .backends.base import BackendLimits
 from .choose import choose
 from .decide import Call, call_against, decide, needs_mask_cast, reasons_against
 from .decision import Decision, MaskKind, Reason, UnsupportedError
-from .record import plain_number, sight
+from .record import sight
 from .settings import settings_of
+from .sighting import plain_number
 
 if TYPE_CHECKING:
     from torch._dynamo.comptime import ComptimeContext, ComptimeVar
