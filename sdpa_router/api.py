@@ -17,11 +17,11 @@ from .decide import Call, decide_kernel, kernel_against
 from .decision import Decision
 from .dispatch import Turn, dispatch, under_foreign_mode
 from .kernels.int8_attention.limits import unavailable
-from .patch import as_if_absent
+from .patch import as_if_absent, follow_environment
 from .qk import QuantizedQK
 from .quantized import attend
 from .recent import answered_before, remember_answered
-from .settings import active_name, settings_of
+from .settings import OFF, active_name, settings_of
 from .traced import refuse
 
 
@@ -46,7 +46,10 @@ def scaled_dot_product_attention(
     """
     torch_attention = run.torch_attention()
     arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    answer = dispatch(active_name(), torch_attention, arguments, None)
+    name = active_name()
+    if name == OFF and not torch.compiler.is_dynamo_compiling():
+        follow_environment()  # as route() does on entering
+    answer = dispatch(name, torch_attention, arguments, None)
     if not isinstance(answer, Turn):
         return answer
     if answer is Turn.UNUSUAL or (not torch.compiler.is_dynamo_compiling() and under_foreign_mode()):
