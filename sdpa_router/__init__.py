@@ -5,10 +5,11 @@ from .audit import Audit, audit
 from .backends.base import Backend, BackendLimits, register_backend, unregister_backend
 from .banded import KeyRange, Window, banded_attention, video_windows
 from .block_sparse import block_sparse_attention, sparse_sm89_attention
-from .context import disable, enable, route
+from .context import route
 from .decide import Call
 from .decision import Code, Decision, MaskInfo, MaskKind, Reason, Route, UnsupportedError
 from .dense_mask import dense_mask_attention
+from .enable import disable, enable
 from .linear_qk import QuantizedSide, int8_linear_qk, join_qk
 from .mask import classify_mask
 from .mask_picture import plot_mask

@@ -15,13 +15,14 @@ from .by_tile import counts_of, refine, worth_a_look
 from .choose import choose
 from .decide import Call, decide_kernel, kernel_against
 from .decision import Decision
-from .dispatch import TORCH, Turn, dispatch, refuse, under_foreign_mode
+from .dispatch import TORCH, Turn, dispatch, under_foreign_mode
 from .kernels.int8_attention.limits import unavailable
-from .patch import as_if_absent
+from .patch import as_if_absent, follow_environment
 from .qk import QuantizedQK
 from .quantized import attend
 from .recent import answered_before, remember_answered
 from .settings import OFF, active, active_name, settings_of
+from .traced import refuse
 
 _modes = torch._C._len_torch_function_stack
 
@@ -47,8 +48,11 @@ def scaled_dot_product_attention(
     """
     torch_attention = run.torch_attention()
     arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    name = active.name
+    if name is OFF and not torch.compiler.is_dynamo_compiling():
+        follow_environment()  # as route() does on entering
     # Torch's turn first, and nothing called that needn't be: a call of 256 tokens takes torch 19 us.
-    answer = dispatch(getattr(active, "name", OFF), torch_attention, arguments, None)
+    answer = dispatch(name, torch_attention, arguments, None)
     if answer is TORCH and not (_modes() and under_foreign_mode()):
         if scale is None and enable_gqa is False:
             return torch_attention(query, key, value, attn_mask, dropout_p, is_causal)

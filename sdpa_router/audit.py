@@ -14,8 +14,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from . import run
-from .context import route, suspended
+from .context import route
 from .decide import Call, decide, needs_mask_cast
+from .enable import suspended
 from .selection import Patterns, Switch, check_module, switches
 from .settings import Settings
 from .testing import relative_error

@@ -11,8 +11,8 @@ import torch
 
 from . import run
 from .decide import Call, decide_kernel, kernel_against
-from .dispatch import refuse
 from .mask import key_view
+from .traced import refuse
 
 
 class KeyRange(NamedTuple):

@@ -8,9 +8,9 @@ import torch
 
 from . import run
 from .decide import Call, decide_kernel, kernel_against
-from .dispatch import refuse
 from .mask import key_view
 from .tile_mask import TILE, tile_mask, valid_keys
+from .traced import refuse
 
 
 @overload

@@ -8,9 +8,9 @@ import torch
 
 from . import run
 from .decide import Call, decide, needs_mask_cast, reasons_against
-from .dispatch import record_trace, refuse
 from .record import sight
 from .settings import settings_of
+from .traced import record_trace, refuse
 
 # Scores in memory at once where torch answers: 2**26 float32 are 256 MiB, some times that with temporaries.
 _SCORES = 2**26

@@ -44,11 +44,8 @@ _overridden = torch.overrides.has_torch_function
 
 def install(users: int = 1) -> None:
     """Be in place, for `users` more calls of uninstall()."""
-    global _users, _environment
-    environment = (_variables.get(_SWITCH), _variables.get(_INTERPRETER))
-    if environment != _environment:
-        _environment = environment
-        judge_anew()
+    global _users
+    follow_environment()
     with _lock:
         found = F.scaled_dot_product_attention
         if found is _under:  # as it mostly is
@@ -56,6 +53,15 @@ def install(users: int = 1) -> None:
         elif _users == 0 or found is not _top:
             _replace(found)
         _users += users
+
+
+def follow_environment() -> None:
+    """Forget all decisions if a variable that they depend on has changed since the last time."""
+    global _environment
+    environment = (_variables.get(_SWITCH), _variables.get(_INTERPRETER))
+    if environment != _environment:
+        _environment = environment
+        judge_anew()
 
 
 def _replace(found: run.Attention) -> None:
@@ -68,12 +74,35 @@ def _replace(found: run.Attention) -> None:
     F.scaled_dot_product_attention = _top
 
 
+class _Used:
+    """How often a graph was to be used once, as a text: torch.compile would turn a number into a symbol."""
+
+    once = ""
+
+
+used = _Used()
+
+
 @traced_as_constant
-def stay_installed() -> None:
-    """Be in place for good: the guards of the graph that is being traced need it."""
+def stay_installed() -> bool:
+    """Be in place for good, as the guards of the graph that is being traced need it.
+
+    Returns whether that graph calls torch's function already: the trace goes on with that wherever F is asked again.
+    """
     global _stays
+    found = F.scaled_dot_product_attention
     install(users=0 if _stays else 1)
     _stays = True
+    return F.scaled_dot_product_attention is not found and _is_in_graph(found)
+
+
+def _is_in_graph(function: run.Attention) -> bool:
+    if torch._guards.TracingContext.try_get() is None:
+        return False
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracers = InstructionTranslator.current_tx().output.tracers
+    return any(node.target is function for tracer in tracers for node in tracer.graph.nodes)
 
 
 def uninstall() -> None:
@@ -100,7 +129,7 @@ def uninstall() -> None:
 def enter(name: str) -> str:
     """Let the settings `name` hold in this thread until leave(); returns the name of those that held."""
     install()
-    outer = getattr(active, "name", OFF)
+    outer = active.name
     active.name = name
     return outer
 
@@ -139,7 +168,7 @@ def _patch_for(found: run.Attention) -> run.Attention:
 
 def _patch_over(previous: run.Attention) -> run.Attention:
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        name = getattr(active, "name", OFF)
+        name = active.name
         if name is OFF or _top is not scaled_dot_product_attention:
             usual = _compiling() or _are_plain(args, kwargs)
         else:

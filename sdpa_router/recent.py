@@ -21,7 +21,7 @@ except ImportError:  # private to torch: without it every call is recognised by 
     TensorGuards = None  # type: ignore[assignment, misc]
 
 if TYPE_CHECKING:
-    from .record import Sighting
+    from .sighting import Sighting
 
 # Calls that are kept for one size of keys, of which a model has few kinds, and sizes.
 _KEPT, _MOST = 4, 4096

@@ -8,14 +8,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
-import itertools
 import json
 import logging
-import math
 import multiprocessing
 import os
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -26,10 +23,10 @@ from typing import Any
 import torch
 
 from . import recent
-from .by_tile import PATIENCE, worth_a_look
-from .decide import PLAIN_TYPES, Call
-from .decision import Decision, Reason, Route, show
+from .decide import Call
+from .decision import Decision, Route
 from .settings import Settings
+from .sighting import Sighting, lock
 
 logger = logging.getLogger("sdpa_router.dispatch")
 
@@ -39,80 +36,10 @@ _TOP_REASONS = 3
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__))
 
 
-class Sighting:
-    """A decision, the call that it was made for (as metadata, in no tensor), and how often it was needed."""
-
-    __slots__ = (
-        *("as_given", "decision", "direct", "instead", "number", "phase", "refused", "settings", "summaries", "tick"),
-        *("_call", "_caller", "_reads", "_ticks", "_time"),
-    )
-
-    def __init__(
-        self, call: Call, decision: Decision, settings: Settings, phase: str, caller: tuple[str, int, str]
-    ) -> None:
-        self.decision = decision
-        self.settings = settings
-        refuses = settings.on_unsupported == "raise" and decision.reasons
-        self.direct = decision.routed and settings.on_error == "raise"
-        # Where a backend failed or can't answer just now: who answers instead, and the reasons so far by backend.
-        self.instead: Sighting | None = None
-        self.refused: dict[str, tuple[Reason, ...]] = {}
-        self.number = next(_numbers)
-        self.phase = "capture" if phase == "eager" and _capturing() else phase
-        # How many masks may still be summarised for calls like this one; None where their tiles don't matter.
-        self.summaries = PATIENCE if phase == "eager" and worth_a_look(decision, call) else None
-        self.as_given = decision.route is Route.SDPA and not (decision.notes or refuses) and self.summaries is None
-        self._time = time.time()
-        self._caller = caller
-        self._call = {name: _metadata(getattr(call, name)) for name in call._fields}
-        # next() of a count is atomic where "+= 1" is not; a reading takes a tick too, which _reads makes up for.
-        self._ticks = itertools.count()
-        self._reads = 0
-        self.tick = self._ticks.__next__
-
-    @property
-    def count(self) -> int:
-        """Calls in eager mode; traces or captures in those phases."""
-        with _lock:
-            count = next(self._ticks) - self._reads
-            self._reads += 1
-        return count
-
-    @property
-    def outcome(self) -> tuple[str, tuple[str, ...]]:
-        """Who answers and the distinct reason codes."""
-        return self.decision.backend, tuple({reason.code.value: None for reason in self.decision.reasons})
-
-    def record(self) -> dict[str, Any]:
-        """Return everything but the count, as types of strict JSON."""
-        shown = {name: _show(value) for name, value in self._call.items()}
-        mask = shown.pop("attn_mask")
-        if not isinstance(mask, dict):
-            mask = {} if mask is None else {"value": mask}
-        file, line, function = self._caller
-        return {
-            "time": self._time,
-            "pid": os.getpid(),
-            "phase": self.phase,
-            "number": self.number,
-            "backend": self.decision.backend,
-            "reasons": list(self.outcome[1]),
-            "notes": [note.code.value for note in self.decision.notes],
-            "passed_over": {name: [r.code.value for r in reasons] for name, reasons in self.decision.passed_over},
-            "estimates": dict(self.decision.estimates),
-            "detail": str(self.decision),
-            "signature": shown,
-            "mask": {"kind": self.decision.mask.kind.value, **mask},
-            "caller": f"{file}:{line} {function}",
-        }
-
-
 known: dict[Hashable, Sighting] = {}
 _folded: Counter[tuple[str, tuple[str, ...]]] = Counter()
 _open: weakref.WeakSet[Recording] = weakref.WeakSet()
-_lock = threading.RLock()
 _json_broken = False
-_numbers = itertools.count()
 
 
 def sight(key: Hashable, call: Call, decision: Decision, settings: Settings, phase: str = "eager") -> Sighting:
@@ -122,7 +49,7 @@ def sight(key: Hashable, call: Call, decision: Decision, settings: Settings, pha
         return sighting
     level, caller = _caller()
     made = Sighting(call, decision, settings, phase, caller)
-    with _lock:
+    with lock:
         if len(known) >= MAX_SIGHTINGS:
             judge_anew()
         sighting = known.setdefault(key, made)
@@ -139,7 +66,7 @@ def sight(key: Hashable, call: Call, decision: Decision, settings: Settings, pha
 
 def judge_anew() -> None:
     """Forget the decisions and keep their counts in the totals."""
-    with _lock:
+    with lock:
         for sighting in known.values():
             _folded[sighting.outcome] += sighting.count
         _forget()
@@ -147,7 +74,7 @@ def judge_anew() -> None:
 
 def reset_stats() -> None:
     """Forget all counts and decisions, so that signatures are judged anew."""
-    with _lock:
+    with lock:
         _forget()
         _folded.clear()
 
@@ -167,7 +94,7 @@ def stats() -> dict[str, Any]:
     calls: their number.  routes: calls by who answered, "int8", "sdpa" (torch) or another backend.  reasons: calls by
     reason code; a call may count under several.  signatures: one dict for each signature, as in `Recording.records`.
     """
-    with _lock:
+    with lock:
         counted = [(sighting, sighting.count) for sighting in known.values()]
         totals = _totals(counted)
     return {**totals, "signatures": [{**sighting.record(), "count": count} for sighting, count in counted if count]}
@@ -182,7 +109,7 @@ class Recording:
         self._after: list[tuple[Sighting, int]] | None = []
 
     def __enter__(self) -> Recording:
-        with _lock:
+        with lock:
             self._before = {sighting: sighting.count for sighting in known.values()}
             self._forgotten = []
             self._after = None
@@ -190,7 +117,7 @@ class Recording:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with _lock:
+        with lock:
             self._after = self._counted()
             _open.discard(self)
             self._before, self._forgotten = {}, []
@@ -240,7 +167,7 @@ class Recording:
     def _counted(self) -> list[tuple[Sighting, int]]:
         # A decision that was forgotten and made again is one record.
         counted: dict[Hashable, tuple[Sighting, int]] = {}
-        with _lock:
+        with lock:
             for key, sighting in (*self._forgotten, *known.items()):
                 count = sighting.count - self._before.get(sighting, 0)
                 if count > 0:
@@ -277,42 +204,6 @@ def _totals(counted: list[tuple[Sighting, int]]) -> dict[str, Any]:
     return {"calls": sum(routes.values()), "routes": routes, "reasons": dict(reasons)}
 
 
-def _metadata(value: object) -> object:
-    """Return what a record keeps of an argument: a tensor's (shape, strides, dtype, device), else a plain value."""
-    if isinstance(value, (bool, int, float, type(None))):
-        return value
-    if type(value) not in PLAIN_TYPES or value.is_nested or value.layout != torch.strided:  # type: ignore[attr-defined]
-        return type(value).__name__
-    return value.shape, value.stride(), value.dtype, value.device  # type: ignore[attr-defined]
-
-
-def _show(metadata: Any) -> Any:
-    if isinstance(metadata, str):
-        return {"type": metadata}
-    if not isinstance(metadata, tuple):
-        return _json_number(plain_number(metadata))
-    shape, strides, dtype, device = metadata
-    shape, strides = ([plain_number(n) for n in numbers] for numbers in (shape, strides))
-    return {"shape": shape, "strides": strides, "dtype": show(dtype), "device": str(device)}
-
-
-def plain_number(value: Any) -> Any:
-    """Return the example value of a symbolic number without making the graph depend on it; other things as they are."""
-    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
-
-
-def _json_number(value: Any) -> Any:
-    """Return a number that strict JSON has no form for as text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    huge = isinstance(value, int) and value.bit_length() > 64
-    return f"an int of {value.bit_length()} bits" if huge else value
-
-
-def _capturing() -> bool:
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
-
-
 def _caller() -> tuple[int, tuple[str, int, str]]:
     """Return the stack level for warnings.warn() in the caller of this, and file, line and name of the user's call."""
     frame, level = sys._getframe(1), 1
@@ -329,7 +220,7 @@ def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: i
         return
     try:
         text = json.dumps(line if sighting is None else {**line, **sighting.record()}, allow_nan=False)
-        with _lock, open(path, "a", encoding="utf-8") as file:
+        with lock, open(path, "a", encoding="utf-8") as file:
             file.write(text + "\n")
     except Exception as error:
         _json_broken = True
@@ -343,7 +234,7 @@ def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: i
 
 @atexit.register
 def _write_totals() -> None:
-    with _lock:
+    with lock:
         counted = [(sighting, sighting.count) for sighting in known.values()]
         totals = _totals(counted)
     if totals["calls"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -29,7 +29,7 @@ class Settings:
     min_kv: the fewest keys to route; None takes the measured crossover.  pv: precision of P @ V, "auto", "16bit" or
     "fp8".  precision: of the int8 scores, "auto" (keys share scales) or "high" (a scale for each key).
     skip: a predicate on the Call; True sends it to torch.  log: whether a first sight is logged.
-    backends: names in the order of preference, or "fastest"; torch answers what nobody else does.
+    backends: names in the order of preference (kept as a tuple), or "fastest"; torch answers what nobody else does.
     allow_mask_blind: whether backends are taken whose scales depend on what masked keys hold.
     max_error: the largest error class (the worst relative error that `sdpa-router tune` measured) to take.
     on_error: whether the error of a backend is raised, or the next one answers ("fallback").
@@ -41,7 +41,7 @@ class Settings:
     precision: str = "auto"
     skip: Callable[[Call], bool] | None = None
     log: bool = True
-    backends: str | tuple[str, ...] = BACKENDS
+    backends: str | Sequence[str] = BACKENDS
     allow_mask_blind: bool = False
     max_error: float | None = None
     on_error: str = "raise"
@@ -66,6 +66,8 @@ class Settings:
         self._check_backends()
 
     def _check_backends(self) -> None:
+        if isinstance(self.backends, list):
+            object.__setattr__(self, "backends", tuple(self.backends))
         names = () if self.backends == FASTEST else self.backends
         known = backend_names()
         ordered = isinstance(names, tuple) and all(name in known for name in names) and len({*names}) == len(names)
@@ -83,11 +85,6 @@ class Settings:
     def only_int8(self) -> bool:
         """Whether int8 and torch are all there is to choose from, by rules alone."""
         return self.backends == BACKENDS and self.max_error is None and self.on_error == "raise"
-
-
-def in_order(backends: str | Sequence[str]) -> str | tuple[str, ...]:
-    """Return `backends` as Settings keep them; what has no order, such as a set, is left for them to refuse."""
-    return tuple(backends) if isinstance(backends, (list, tuple)) else cast(str, backends)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -112,7 +109,17 @@ _kept = _Kept()
 skipping: set[str] = set()  # names of settings with a skip
 _names: dict[Settings, str] = {}
 _lock = threading.Lock()
-active = threading.local()
+
+
+class _Active(threading.local):
+    """The name that holds in each thread; none at first, so that a graph's guard never finds the attribute missing."""
+
+    # In a class attribute torch 2.7 would read the default at all times.
+    def __init__(self) -> None:
+        self.name = OFF
+
+
+active = _Active()
 
 
 def intern(settings: Settings) -> str:
@@ -133,7 +140,7 @@ def settings_of(name: str) -> Settings:
 
 def active_name() -> str:
     """Return the name of the settings that hold in this thread, OFF outside of route()."""
-    return getattr(active, "name", OFF)
+    return active.name
 
 
 def activate(name: str) -> None:

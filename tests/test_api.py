@@ -274,6 +274,15 @@ def test_int8_attention_knows_no_crossover_and_no_kill_switch(device, monkeypatc
     assert int8_attention(q, k, v).shape == q.shape
 
 
+def test_the_kill_switch_is_followed_outside_of_any_context(device, monkeypatch):
+    sdpa_router.reset_stats()
+    for value in ("1", "0", "1"):
+        monkeypatch.setenv("SDPA_ROUTER", value)
+        sdpa_router.scaled_dot_product_attention(*inputs(device))
+    assert sdpa_router.stats()["calls"] == 3
+    assert sdpa_router.stats()["reasons"]["disabled"] == 1
+
+
 def test_is_available(device, monkeypatch):
     assert is_available()
     assert is_available(device)

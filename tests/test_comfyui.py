@@ -193,6 +193,26 @@ def test_low_precision_attention_false_stays_with_torch(settings):
     assert decisions == [("int8", [])]
 
 
+def test_surrounding_settings_hold_but_not_over_low_precision_attention_false():
+    attend, given = comfyui.attention_function(min_kv=1, log=False), tensors()
+    native = attention_pytorch(*given, HEADS)
+    with sdpa_router.route(backends=("torch",)):
+        assert torch.equal(attend(*given, HEADS), native)
+    with sdpa_router.route(min_kv=1):
+        assert not torch.equal(attend(*given, HEADS), native)
+        assert torch.equal(attend(*given, HEADS, low_precision_attention=False), native)
+
+
+def test_backends_can_be_chosen(comfy):
+    given = tensors()
+    native = attention_pytorch(*given, HEADS)
+    comfyui.register(min_kv=1, backends=("torch",))
+    registered = comfy.REGISTERED_ATTENTION_FUNCTIONS["sdpa_router"]
+    attends = (comfyui.attention_function(min_kv=1, backends=("torch",)), registered)
+    assert all(torch.equal(attend(*given, HEADS), native) for attend in attends)
+    assert torch.equal(patch(backends=("torch",)).attend(*given), native)
+
+
 def test_only_the_clone_is_patched():
     torch_attention, model = F.scaled_dot_product_attention, ModelPatcher()
     patched = patch(model)

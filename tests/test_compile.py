@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -149,8 +150,11 @@ def test_settings_made_later_do_not_disturb_a_graph(counter):
     assert counter.frame_count == 1
 
 
-def test_calls_inside_and_outside_of_a_context_in_one_graph():
-    script = """
+@pytest.mark.parametrize("before", ["", "with sdpa_router.route(): pass"])
+def test_calls_inside_and_outside_of_a_context_in_one_graph_for_all_threads(before):
+    """In a process of its own, where the router is not in place yet: the first graph holds torch's function."""
+    script = f"""
+import threading
 import torch, torch.nn.functional as F, sdpa_router
 from torch._dynamo.testing import CompileCounterWithBackend
 counter = CompileCounterWithBackend("aot_eager")
@@ -163,12 +167,32 @@ def function(x):
     return before + inside + F.scaled_dot_product_attention(x, x, x)
 
 x = torch.randn(1, 2, 8, 16)
-for _ in range(4):
+{before}
+
+def call():
     torch.testing.assert_close(function(x), 3 * F.scaled_dot_product_attention(x, x, x))
+
+for _ in range(3):
+    call()
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
 assert counter.frame_count <= 2, counter.frame_count
-assert {found["phase"] for found in sdpa_router.stats()["signatures"]} == {"trace"}
+assert [found["phase"] for found in sdpa_router.stats()["signatures"]] == ["trace"]
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_an_enabled_module_is_traced_once_also_in_a_new_thread(counter):
+    module = Attention().eval()
+    enable(module)
+    function = compiled(module, counter)
+    for _ in range(2):
+        thread = threading.Thread(target=function, args=(X,))
+        thread.start()
+        thread.join()
+        function(X)
+    assert counter.frame_count == 1
 
 
 def test_a_compiled_module_is_enabled_and_disabled(counter):

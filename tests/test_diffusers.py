@@ -385,6 +385,34 @@ def test_surrounding_settings_hold(registered, device):
     assert reasons() == {"skipped"}
 
 
+def test_the_switch_of_the_environment_is_followed(registered, device, monkeypatch):
+    ours, given = inputs(device)
+    monkeypatch.delenv("SDPA_ROUTER", raising=False)
+    native = F.scaled_dot_product_attention(*given).permute(0, 2, 1, 3)
+    for value, routed in (("1", True), ("0", False), ("1", True)):
+        monkeypatch.setenv("SDPA_ROUTER", value)
+        assert torch.equal(attend(*ours), native) is not routed
+
+
+def test_backends_can_be_chosen(device):
+    model, forward = wan(device)
+    native = forward()
+    integration.patch(min_kv=0, backends=("torch",))
+    with record() as seen:
+        assert torch.equal(forward(), native)
+    assert {entry["backend"] for entry in seen.records} == {"sdpa"}
+    integration.unpatch()
+    integration.register(min_kv=0, backends=["torch"])
+    model.set_attention_backend("sdpa_router")
+    assert torch.equal(forward(), native)
+    integration.register(
+        min_kv=0, backends=("torch", "int8"), max_error=1.0, on_error="fallback", allow_mask_blind=True
+    )
+    assert torch.equal(forward(), native)
+    integration.register(min_kv=0)
+    assert not torch.equal(forward(), native)
+
+
 def test_unsupported_versions_are_named(monkeypatch):
     monkeypatch.delattr(dispatching, "_AttentionBackendRegistry")
     for call in (integration.register, integration.patch):

@@ -270,6 +270,44 @@ def test_settings_hold_and_registering_again_replaces_them():
     assert [reason.code.value for reason in error.value.decision.reasons] == ["short"]
 
 
+def test_surrounding_settings_hold():
+    model, ids = build("Bert"), tokens()
+    native, _, _ = native_and_routed(model, input_ids=ids)
+    with sdpa_router.route(backends=("torch",)):
+        _, routed, records = native_and_routed(model, input_ids=ids)
+    assert torch.equal(routed, native)
+    assert routes(records) == {"sdpa"}
+    sdpa_router.enable(model, exclude=["encoder.layer.0"], min_kv=1, log=False)
+    *_, records = native_and_routed(model, input_ids=ids)
+    assert sorted((r["backend"], r["reasons"], r["count"]) for r in records if r["backend"] == "sdpa")[-1:] == [
+        ("sdpa", ["skipped"], 1)
+    ]
+    assert routes(records) == {"sdpa", "int8"}
+
+
+def test_an_audit_sees_each_call_once_and_leaves_out_what_it_is_told():
+    model, ids = llama(), tokens()
+    inputs = {"input_ids": ids, "attention_mask": torch.ones(2, 1, 1, 40, dtype=torch.bool, device=DEVICE)}
+    model.set_attn_implementation(NAME)
+    settings = sdpa_router.Settings(min_kv=1)
+    audit = sdpa_router.audit(model, kwargs=inputs, exclude=["layers.0"], settings=settings, show=False)
+    assert [row.module for row in audit.rows] == ["layers.1.self_attn"]
+    assert audit.rows[0].error < BUDGET
+
+
+@pytest.mark.parametrize("backends", [("torch",), ["torch-math"], ("torch-math", "int8")])
+def test_backends_can_be_chosen(backends):
+    model, ids = llama(), tokens()
+    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool, device=DEVICE)
+    integration.register(min_kv=1, backends=backends, log=False)
+    native, routed, records = native_and_routed(model, input_ids=ids, attention_mask=mask)
+    with sdpa_router.route(min_kv=1, backends=backends):
+        _, expected, _ = native_and_routed(model, input_ids=ids, attention_mask=mask)
+    assert torch.equal(routed, expected)
+    assert torch.equal(routed, native) or backends != ("torch",)
+    assert ("int8" in routes(records)) <= ("int8" in backends)
+
+
 def test_unregistering_restores_native_behaviour_to_the_bit():
     torch_attention = F.scaled_dot_product_attention
     model, ids = build("Bert"), tokens()

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..context import route
+from ..context import inside, inside_unless_routed
 from ..decide import Call
-from ..settings import BACKENDS, ON_UNSUPPORTED
+from ..settings import BACKENDS, ON_UNSUPPORTED, Settings, intern
 
 NAME = "sdpa_router"
 SUPPORTED = "a ComfyUI whose comfy.ldm.modules.attention has wrap_attn and attention_pytorch (September 2025 or newer)"
@@ -43,48 +43,14 @@ def attention_function(
 
     It is ComfyUI's attention_pytorch under route(): q, k, v are [B, S, H * D], or [B, H, S, D] with skip_reshape; masks
     of rank 2 get a batch and those of rank 3 a head axis; the result is [B, S, H * D], or [B, H, S, D] with
-    skip_output_reshape. Calls with low_precision_attention=False stay with torch: their models break in int8.
+    skip_output_reshape. Calls with low_precision_attention=False stay with torch: their models break in int8. Inside
+    route() or an enabled module their settings hold for the other calls.
     Raises ImportError where there is no ComfyUI, or one that can't be served.
     """
-    torch_attention: Attention = _comfy_attention().attention_pytorch
-    routed = route(
-        on_unsupported=on_unsupported,
-        min_kv=min_kv,
-        pv=pv,
-        precision=precision,
-        skip=skip,
-        log=log,
-        backends=backends,
-        allow_mask_blind=allow_mask_blind,
-        max_error=max_error,
-        on_error=on_error,
-    )(torch_attention)
-    native = route(skip=_always, log=log)(torch_attention)
-
-    def attention_sdpa_router(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        heads: int,
-        mask: torch.Tensor | None = None,
-        attn_precision: torch.dtype | None = None,
-        skip_reshape: bool = False,
-        skip_output_reshape: bool = False,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        # Without this key attention_pytorch would ask the model's override, which may be the caller, again.
-        kwargs["_inside_attn_wrapper"] = True
-        attention = native if kwargs.get("low_precision_attention", True) is False else routed
-        return attention(
-            *(q, k, v, heads),
-            mask=mask,
-            attn_precision=attn_precision,
-            skip_reshape=skip_reshape,
-            skip_output_reshape=skip_output_reshape,
-            **kwargs,
-        )
-
-    return attention_sdpa_router
+    settings = Settings(
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
+    )
+    return _attention_function(settings)
 
 
 def register(
@@ -105,20 +71,11 @@ def register(
     No model uses it by itself. Registering again replaces the settings.
     """
     comfy = _comfy_attention()
-    attention = attention_function(
-        on_unsupported=on_unsupported,
-        min_kv=min_kv,
-        pv=pv,
-        precision=precision,
-        skip=skip,
-        log=log,
-        backends=backends,
-        allow_mask_blind=allow_mask_blind,
-        max_error=max_error,
-        on_error=on_error,
+    settings = Settings(
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
     )
     comfy.REGISTERED_ATTENTION_FUNCTIONS.pop(NAME, None)
-    comfy.register_attention_function(NAME, comfy.wrap_attn(attention))
+    comfy.register_attention_function(NAME, comfy.wrap_attn(_attention_function(settings)))
 
 
 def unregister() -> None:
@@ -148,18 +105,10 @@ def patch_model(
     """
     if not callable(getattr(model, "clone", None)) or not isinstance(getattr(model, "model_options", None), dict):
         raise TypeError(f"given {type(model).__name__}; accepted: a ComfyUI model (ModelPatcher)")
-    attention = attention_function(
-        on_unsupported=on_unsupported,
-        min_kv=min_kv,
-        pv=pv,
-        precision=precision,
-        skip=skip,
-        log=log,
-        backends=backends,
-        allow_mask_blind=allow_mask_blind,
-        max_error=max_error,
-        on_error=on_error,
+    settings = Settings(
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
     )
+    attention = _attention_function(settings)
     patched = model.clone()
     options = dict(patched.model_options.get("transformer_options", {}))
     found = options.get(OVERRIDE)
@@ -168,6 +117,31 @@ def patch_model(
     options[OVERRIDE].sdpa_router_previous = previous
     patched.model_options["transformer_options"] = options
     return patched
+
+
+def _attention_function(settings: Settings) -> Attention:
+    torch_attention: Attention = _comfy_attention().attention_pytorch
+    name, native = intern(settings), intern(Settings(skip=_always, log=settings.log))
+
+    def attention_sdpa_router(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: int,
+        mask: torch.Tensor | None = None,
+        attn_precision: torch.dtype | None = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        # Without this key attention_pytorch would ask the model's override, which may be the caller, again.
+        kwargs |= {"_inside_attn_wrapper": True, "mask": mask, "attn_precision": attn_precision}
+        kwargs |= {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+        if kwargs.get("low_precision_attention", True) is False:
+            return inside(native, torch_attention, (q, k, v, heads), kwargs)
+        return inside_unless_routed(name, torch_attention, (q, k, v, heads), kwargs)
+
+    return attention_sdpa_router
 
 
 def _override(attention: Attention) -> Any:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from .. import run
-from ..context import route
+from ..context import inside_unless_routed
 from ..decide import Call
 from ..dispatch import Turn, dispatch
 from ..lse import attention_with_lse
-from ..settings import BACKENDS, OFF, Settings, active_name, in_order, intern
+from ..patch import follow_environment
+from ..settings import BACKENDS, OFF, Settings, active_name, intern
 from .diffusers_parallel import Arguments, attend_in_parallel, original_of, serve_torch_backends
 
 NAME = "sdpa_router"
@@ -57,17 +58,15 @@ def register(
     >>> pipe.transformer.set_attention_backend("sdpa_router")
     """
     global _registered
-    name = intern(
-        Settings(
-            on_unsupported, min_kv, pv, precision, skip, log, in_order(backends), allow_mask_blind, max_error, on_error
-        )
+    settings = Settings(
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
     )
     parts = _parts()
     if NAME not in parts.names._value2member_map_:
         _add_member(parts.names)
     checks = parts.registry._constraints.get(parts.names.NATIVE)
     parts.registry.register(parts.names(NAME), constraints=checks, supports_context_parallel=True)(_backend(parts))
-    _registered = name
+    _registered = intern(settings)
 
 
 def unregister() -> None:
@@ -103,29 +102,15 @@ def patch(
     Raises ImportError for a diffusers that can't be served.
     """
     global _patched
-    name = intern(
-        Settings(
-            on_unsupported, min_kv, pv, precision, skip, log, in_order(backends), allow_mask_blind, max_error, on_error
-        )
+    settings = Settings(
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
     )
     model = _parts().model
     if model.__call__ is not _routed_call:
         _calls.previous = model.__dict__.get("__call__")
         model.__call__ = _routed_call
     _calls.native = _calls.previous or torch.nn.Module.__call__
-    _calls.routed = route(
-        on_unsupported=on_unsupported,
-        min_kv=min_kv,
-        pv=pv,
-        precision=precision,
-        skip=skip,
-        log=log,
-        backends=backends,
-        allow_mask_blind=allow_mask_blind,
-        max_error=max_error,
-        on_error=on_error,
-    )(_calls.native)
-    _patched = name
+    _patched = intern(settings)
     serve_torch_backends()
 
 
@@ -143,18 +128,17 @@ def unpatch() -> None:
 
 
 class _calls:  # noqa: N801 (a namespace)
-    """What ModelMixin's own __call__ was, if it had one, what it amounts to, and that inside route()."""
+    """What ModelMixin's own __call__ was, if it had one, and what it amounts to."""
 
     previous: Callable[..., Any] | None = None
     native: Callable[..., Any] = torch.nn.Module.__call__
-    routed: Callable[..., Any] = torch.nn.Module.__call__
 
 
 def _routed_call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     autoencoder = type(self).__module__.startswith("diffusers.models.autoencoders")
-    if _patched == OFF or active_name() != OFF or autoencoder:
+    if _patched == OFF or autoencoder:
         return _calls.native(self, *args, **kwargs)
-    return _calls.routed(self, *args, **kwargs)
+    return inside_unless_routed(_patched, _calls.native, (self, *args), kwargs)
 
 
 def _backend(parts: _Parts) -> Callable[..., Any]:
@@ -176,6 +160,8 @@ def _backend(parts: _Parts) -> Callable[..., Any]:
         surrounding = active_name()
         name = _registered if surrounding == OFF else surrounding
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if surrounding == OFF and not torch.compiler.is_dynamo_compiling():
+            follow_environment()  # as route() does on entering
         if name == OFF:
             return parts.native(*arguments, return_lse=return_lse, _parallel_config=_parallel_config)
         if _parallel_config is not None and _parallel_config.context_parallel_config is not None:

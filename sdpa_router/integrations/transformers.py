@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..context import route
+from ..choose import choose
+from ..context import inside_unless_routed
 from ..decide import Call, reasons_against
-from ..settings import BACKENDS, Settings, in_order
+from ..decision import Route
+from ..settings import BACKENDS, OFF, Settings, active_name, intern, settings_of
 
 NAME = "sdpa_router"
 SUPPORTED = "5.0 or newer (tested: 5.0.0 and 5.24.0)"
@@ -40,28 +42,17 @@ def register(
     Models that use it send their attention through the router, other models stay as they are. Bidirectional padding
     stays one row for all queries, [B, 1, 1, K], which the int8 kernel takes; causal masks with padding and sliding
     windows are [B, 1, Q, K], which torch answers, as it does calls with a position bias.
-    Registering again replaces the settings. Raises ImportError for a transformers that can't be served.
+    Inside route() or an enabled module their settings hold instead. Registering again replaces the settings.
+    Raises ImportError for a transformers that can't be served.
 
     >>> register()
     >>> model = AutoModel.from_pretrained(path, attn_implementation="sdpa_router")
     """
     settings = Settings(
-        on_unsupported, min_kv, pv, precision, skip, log, in_order(backends), allow_mask_blind, max_error, on_error
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
     )
     parts = _parts()
-    routed = route(
-        on_unsupported=on_unsupported,
-        min_kv=min_kv,
-        pv=pv,
-        precision=precision,
-        skip=skip,
-        log=log,
-        backends=backends,
-        allow_mask_blind=allow_mask_blind,
-        max_error=max_error,
-        on_error=on_error,
-    )
-    parts.attention_interface.register(NAME, _attention(settings, routed, parts.sdpa_attention_forward))
+    parts.attention_interface.register(NAME, _attention(intern(settings), parts.sdpa_attention_forward))
     parts.mask_interface.register(NAME, _mask(parts.sdpa_mask, parts.bidirectional_mask_function))
 
 
@@ -108,10 +99,7 @@ def _dispatches(model: torch.nn.Module) -> bool:
         return True  # without the source nobody can tell
 
 
-def _attention(settings: Settings, routed: route, sdpa_attention_forward: _Attention) -> _Attention:
-    native = routed(sdpa_attention_forward)
-    grouped = routed(_grouped_attention)
-
+def _attention(name: str, sdpa_attention_forward: _Attention) -> _Attention:
     def sdpa_router_attention_forward(
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -130,31 +118,27 @@ def _attention(settings: Settings, routed: route, sdpa_attention_forward: _Atten
         if grouping and plain and attention_mask is not None and _one_row(attention_mask):
             # Under a mask transformers repeats keys and values for each query head; the int8 kernel needs no copies.
             call = Call(query, key, value, attention_mask, dropout, False, scaling, True)
-            if not list(reasons_against(call, settings)):
-                return grouped(query, key, value, attention_mask, dropout, scaling)
-        return native(
-            *(module, query, key, value, attention_mask),
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            position_bias=position_bias,
-            **kwargs,
-        )
+            settings = settings_of(name if active_name() == OFF else active_name())
+            if _leaves_torch(call, settings):
+                return inside_unless_routed(name, _grouped_attention, (call,), {})
+        kwargs |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
+        arguments = (module, query, key, value, attention_mask)
+        return inside_unless_routed(name, sdpa_attention_forward, arguments, kwargs)
 
     return sdpa_router_attention_forward
 
 
-def _grouped_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
-) -> tuple[torch.Tensor, None]:
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
-    )
+def _leaves_torch(call: Call, settings: Settings) -> bool:
+    """Whether another one than torch answers `call`; False where it is not known before the call is made."""
+    if settings.skip is not None:
+        return False  # it is asked once for each call, about the one that is made
+    if settings.only_int8:
+        return not list(reasons_against(call, settings))
+    return not torch.compiler.is_dynamo_compiling() and choose(call, settings).route is not Route.SDPA
+
+
+def _grouped_attention(call: Call) -> tuple[torch.Tensor, None]:
+    out = F.scaled_dot_product_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
     return out.transpose(1, 2).contiguous(), None
 
 
