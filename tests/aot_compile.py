@@ -111,8 +111,8 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
             ):
                 constants = shared | {
                     "K_ROWS": config.block_n, "Q_ROWS": tiling.q_rows, "STEPS": tiling.steps,
-                    "STAGES": tiling.num_stages, "HAS_BIAS": bias, "SCALES": per_block, "HAS_NORM": config.gluon,
-                    "HAS_LSE": lse, "HAS_ROTATION": rotation, "UPCAST": False,
+                    "STAGES": tiling.num_stages, "HAS_BIAS": bias, "BIAS_ROWS": 1, "SCALES": per_block,
+                    "HAS_NORM": config.gluon, "HAS_LSE": lse, "HAS_ROTATION": rotation, "UPCAST": False,
                 }  # fmt: skip
                 words = f"{per_block}{' bias' if bias else ''}{' lse' if lse else ''}{'' if rotation else ' alone'}"
                 options = {"num_warps": tiling.num_warps}

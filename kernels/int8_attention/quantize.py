@@ -241,11 +241,11 @@ def _launch(
         bias if bias is not None else unused, k.key, k.key_scale, k.key_norm if k.key_norm is not None else unused,
         q.query, q.query_scale, q.lse_term if q.lse_term is not None else unused,
         scale * LOG2E / rotated, scale / rotated, kv_len, rows, q_len, kv_heads, heads,
-        key_programs, k_chunks, q_chunks, shifted.bias_rows, *key.stride()[:3], *query.stride()[:3],
+        key_programs, k_chunks, q_chunks, *key.stride()[:3], *query.stride()[:3],
         *(row_strides(bias) if bias is not None else (0, 0)),
         D=head_dim, DP=padded, B=rotated, K_ROWS=config.block_n, Q_ROWS=tiling.q_rows, STEPS=tiling.steps,
-        STAGES=tiling.num_stages, HAS_BIAS=bias is not None, SCALES=scales, HAS_NORM=k.key_norm is not None,
-        HAS_LSE=lse, HAS_ROTATION=rotation is not None, UPCAST=interpreting(), num_warps=tiling.num_warps,
+        STAGES=tiling.num_stages, HAS_BIAS=bias is not None, BIAS_ROWS=shifted.bias_rows, SCALES=scales,
+        HAS_NORM=k.key_norm is not None, HAS_LSE=lse, HAS_ROTATION=rotation is not None, UPCAST=interpreting(), num_warps=tiling.num_warps,
     )  # fmt: skip
 
 
