@@ -81,11 +81,13 @@ class Tiling(NamedTuple):
 # By padded head_dim up to 128, and above. On sm_90 the best of bench/bench_quantise_stage.py.
 HOPPER_TILINGS = (Tiling(128, 8, 4, 2), Tiling(64, 4, 8, 2))
 _TILINGS = (Tiling(64, 4, 4, 1), Tiling(32, 4, 4, 1))
+_AMD_TILINGS = (Tiling(32, 4, 4, 1), Tiling(16, 4, 8, 1))  # where key blocks are small, for want of registers
 
 
 def tiling_of(padded: int, config: Config) -> Tiling:
     """The launch for a padded head_dim and a configuration of the attention kernel."""
-    return (HOPPER_TILINGS if config.tma else _TILINGS)[padded > 128]
+    small = config.block_n < 64 and config.block_n * padded <= 4096
+    return (HOPPER_TILINGS if config.tma else _AMD_TILINGS if small else _TILINGS)[padded > 128]
 
 
 def quantize(
@@ -245,7 +247,8 @@ def _launch(
         *(row_strides(bias) if bias is not None else (0, 0)),
         D=head_dim, DP=padded, B=rotated, K_ROWS=config.block_n, Q_ROWS=tiling.q_rows, STEPS=tiling.steps,
         STAGES=tiling.num_stages, HAS_BIAS=bias is not None, BIAS_ROWS=shifted.bias_rows, SCALES=scales,
-        HAS_NORM=k.key_norm is not None, HAS_LSE=lse, HAS_ROTATION=rotation is not None, UPCAST=interpreting(), num_warps=tiling.num_warps,
+        HAS_NORM=k.key_norm is not None, HAS_LSE=lse, HAS_ROTATION=rotation is not None, UPCAST=interpreting(),
+        num_warps=tiling.num_warps,
     )  # fmt: skip
 
 

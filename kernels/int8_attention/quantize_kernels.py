@@ -168,9 +168,7 @@ def _write_queries(
         tl.store(LSE_TERM + row + rows, tl.sum(x * shift[None, :], 1) * lse_factor, mask=rows < rows_left)
 
 
-@triton.jit(
-    do_not_specialize=["N", "NP", "M", "kv_heads", "heads", "key_programs", "k_chunks", "q_chunks"]
-)
+@triton.jit(do_not_specialize=["N", "NP", "M", "kv_heads", "heads", "key_programs", "k_chunks", "q_chunks"])
 def _quantize(
     K, Q, SHIFT, ROTATION, BIAS, K8, K_SCALE, NORM, Q8, Q_SCALE, LSE_TERM, factor, lse_factor,
     N, NP, M, kv_heads, heads, key_programs, k_chunks, q_chunks,
