@@ -32,7 +32,7 @@ _HOPPER = {64: Config(64, 128, 4, 2, True), 128: Config(64, 128, 4, 2, True), 25
 # The kernel of hopper.py, of its variants the fastest on an H200 (bench/results/hopper_variants.jsonl).
 HOPPER_GLUON = {
     64: Config(256, 64, 4, 4, True, True),
-    128: Config(128, 128, 4, 3, True, True),
+    128: Config(128, 128, 4, 3, True, True, as_float=1),
     256: Config(128, 64, 4, 3, True, True),
 }
 HOPPER_FP8 = {
