@@ -1,7 +1,7 @@
 """Compare variants of the Hopper kernel with one another and with rivals: what its configurations are set from.
 
 A variant is a list of settings: `pv=fp8`, `precision=high`, `online=1` (keep a running maximum everywhere),
-`block_m`, `block_n`, `num_stages`, `as_float`. Usage:
+`block_m`, `block_n`, `num_stages`, `as_float`, `polynomial`. Usage:
 python bench/bench_hopper.py --case d64-8k --variants "base;block_m=192,block_n=64,num_stages=4" --impls torch,fa3
 """
 
