@@ -61,7 +61,7 @@ def attention_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dic
     for head_dim, dtype in [*((d, "bf16") for d in HEAD_DIMS), (128, "fp16")]:
         flags = [PLAIN, TAIL, CAUSAL, *modes, *(SINGLE if head_dim == 128 else [])] if dtype == "bf16" else [PLAIN]
         for chosen in flags:
-            for config in {config_for(arch, head_dim, held, chosen.per_key) for held in (True, False)}:
+            for config in {config_for(arch, head_dim, held, chosen.per_key, chosen.fp8) for held in (True, False)}:
                 yield attention_variant(head_dim, dtype, chosen, config)
 
 

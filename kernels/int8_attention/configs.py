@@ -54,11 +54,13 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def config_for(arch: int | str, head_dim: int, describable: bool = True, per_key: bool = False) -> Config:
+def config_for(
+    arch: int | str, head_dim: int, describable: bool = True, per_key: bool = False, fp8: bool = False
+) -> Config:
     """The configuration for `arch`: 10 * major + minor of a CUDA capability, an AMD architecture name, or "cpu".
 
     describable: whether a TMA descriptor can be made on the value tensor, see `describable()`.  per_key: whether each
-    key has a scale.
+    key has a scale.  fp8: whether P @ V is in e4m3.
     """
     table = _INTERPRETER
     if isinstance(arch, int):
@@ -69,6 +71,8 @@ def config_for(arch: int | str, head_dim: int, describable: bool = True, per_key
     config = table[max(64, padded_head_dim(head_dim))]
     if per_key and table in (_CDNA, _RDNA):
         config = config._replace(block_n=config.block_n // 2)  # with the scales of all keys they spill otherwise
+    if fp8 and table is _AMPERE and head_dim > 128:
+        config = config._replace(num_warps=4)  # with 8 an e4m3 value of this width spills
     return config
 
 
@@ -78,7 +82,7 @@ def config_of(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precis
         return (HOPPER_FP8 if pv == "fp8" else HOPPER_GLUON)[padded_head_dim(query.shape[3])]
     # The e4m3 copy of the value is made so that it can be described.
     held = _descriptors() if pv == "fp8" else describable(value)
-    return config_for(arch_of(query.device), query.shape[3], held, per_key=precision == "high")
+    return config_for(arch_of(query.device), query.shape[3], held, per_key=precision == "high", fp8=pv == "fp8")
 
 
 def kernel_name(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precision: str = "auto") -> str:
