@@ -118,7 +118,7 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
                 options = {"num_warps": tiling.num_warps}
                 yield f"quantize D{head_dim} scales {words}", quantize_kernels._quantize, types, constants, options
         for bias in (False, True):
-            rows = quantize.shift_rows(padded, bias)
+            rows = quantize.shift_rows(padded)
             constants = shared | {"ROWS": rows, "SAMPLES": quantize.SHIFT_SAMPLES, "HAS_BIAS": bias}
             label = f"key shift D{head_dim}{' bias' if bias else ''}"
             yield label, quantize_kernels._key_shift, types, constants, {"num_warps": 8}

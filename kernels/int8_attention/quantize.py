@@ -177,7 +177,7 @@ def _shift(key: torch.Tensor, attn_mask: torch.Tensor | None, config: Config, gr
         _key_shift, (batch * kv_heads,),
         key, bias if bias is not None else shift, shift, rotation, kv_len, padded_len(kv_len, config),
         triton.cdiv(kv_len, SHIFT_SAMPLES), kv_heads, bias_rows, *key.stride()[:3], *strides,
-        D=head_dim, DP=padded, B=rotated, ROWS=shift_rows(padded, bias is not None),
+        D=head_dim, DP=padded, B=rotated, ROWS=shift_rows(padded),
         SAMPLES=SHIFT_SAMPLES, HAS_BIAS=bias is not None, num_warps=8,
     )  # fmt: skip
     return _Shifted(bias, anchor, live, shift, rotation, bias_rows)
@@ -252,6 +252,6 @@ def _launch(
     )  # fmt: skip
 
 
-def shift_rows(padded: int, masked: bool) -> int:
+def shift_rows(padded: int) -> int:
     """Keys that a step of _key_shift reads: as many as fit the registers of every architecture."""
-    return 128 if padded < 128 or (padded == 128 and not masked) else 32
+    return 128 if padded <= 128 else 32
