@@ -160,7 +160,7 @@ def _write_queries(
         if B >> halving > 32:
             part, _rest = tl.split(part.reshape([ROWS * (DP // B), 2, B >> (halving + 1)]).permute(0, 2, 1))
     # What is not finite is after the rotation in every channel of its block of B: a few of them tell.
-    total = tl.sum((part * 0.0).reshape([ROWS, DP // B * min(B, 32)]), 1)
+    total = tl.sum((part * 0.0).reshape([ROWS, DP // B * 32]), 1)
     peak = _checked(tl.max(tl.abs(x), 1), total)
     tl.store(SCALE + row + rows, peak / 127.0 * factor, mask=rows < rows_left)
     _write(Y + row * DP, _round(x * _inverse(peak)[:, None]), rows_left, ROWS, DP)
