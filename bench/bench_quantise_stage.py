@@ -32,7 +32,14 @@ def tilings(head_dim: int, sweep: bool) -> list[Tiling]:
     if not sweep:
         return [kept]
     designs = {kept}
-    for rows, steps, warps, stages in ((1, 2, 1, 1), (1, 1, 2, 1), (1, 0.5, 1, 1), (1, 1, 1, 0.5), (0.5, 1, 1, 1)):
+    for rows, steps, warps, stages in (
+        (1, 2, 1, 1),
+        (1, 1, 2, 1),
+        (1, 0.5, 1, 1),
+        (1, 1, 1, 0.5),
+        (1, 1, 1, 1.5),
+        (0.5, 1, 1, 1),
+    ):
         factors = (rows, steps, warps, stages)
         designs.add(Tiling(*(max(1, int(number * factor)) for number, factor in zip(kept, factors, strict=True))))
     return sorted(designs)

@@ -61,7 +61,7 @@ def attention_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dic
     for head_dim, dtype in [*((d, "bf16") for d in HEAD_DIMS), (128, "fp16")]:
         flags = [PLAIN, TAIL, CAUSAL, *modes, *(SINGLE if head_dim == 128 else [])] if dtype == "bf16" else [PLAIN]
         for chosen in flags:
-            for config in {config_for(arch, head_dim, held, chosen.per_key) for held in (True, False)}:
+            for config in {config_for(arch, head_dim, held, chosen.per_key, chosen.fp8) for held in (True, False)}:
                 yield attention_variant(head_dim, dtype, chosen, config)
 
 
@@ -111,14 +111,14 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
             ):
                 constants = shared | {
                     "K_ROWS": config.block_n, "Q_ROWS": tiling.q_rows, "STEPS": tiling.steps,
-                    "STAGES": tiling.num_stages, "HAS_BIAS": bias, "SCALES": per_block, "HAS_NORM": config.gluon,
-                    "HAS_LSE": lse, "HAS_ROTATION": rotation, "UPCAST": False,
+                    "STAGES": tiling.num_stages, "HAS_BIAS": bias, "BIAS_ROWS": 1, "SCALES": per_block,
+                    "HAS_NORM": config.gluon, "HAS_LSE": lse, "HAS_ROTATION": rotation, "UPCAST": False,
                 }  # fmt: skip
                 words = f"{per_block}{' bias' if bias else ''}{' lse' if lse else ''}{'' if rotation else ' alone'}"
                 options = {"num_warps": tiling.num_warps}
                 yield f"quantize D{head_dim} scales {words}", quantize_kernels._quantize, types, constants, options
         for bias in (False, True):
-            rows = quantize.shift_rows(padded, bias)
+            rows = quantize.shift_rows(padded)
             constants = shared | {"ROWS": rows, "SAMPLES": quantize.SHIFT_SAMPLES, "HAS_BIAS": bias}
             label = f"key shift D{head_dim}{' bias' if bias else ''}"
             yield label, quantize_kernels._key_shift, types, constants, {"num_warps": 8}

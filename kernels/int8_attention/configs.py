@@ -14,6 +14,7 @@ class Config(NamedTuple):
 
     gluon: the kernel of hopper.py, with four key scales a step, and a warpgroup for every 64 query rows.
     as_float: whether it saves the conversion of scores (see hopper_ring.Traits).
+    polynomial: 2 or 4 where one exponential in so many is a polynomial; 0: none.
     """
 
     block_m: int
@@ -23,6 +24,7 @@ class Config(NamedTuple):
     tma: bool = False
     gluon: bool = False
     as_float: int = 0
+    polynomial: int = 0
 
 
 # By padded head_dim. Set so that no variant spills on Triton 3.6 and 3.9 (tests/test_aot.py); not timed, but for sm_90.
@@ -32,7 +34,7 @@ _HOPPER = {64: Config(64, 128, 4, 2, True), 128: Config(64, 128, 4, 2, True), 25
 # The kernel of hopper.py, of its variants the fastest on an H200 (bench/results/hopper_variants.jsonl).
 HOPPER_GLUON = {
     64: Config(256, 64, 4, 4, True, True),
-    128: Config(128, 128, 4, 3, True, True),
+    128: Config(128, 128, 4, 3, True, True, as_float=1),
     256: Config(128, 64, 4, 3, True, True),
 }
 HOPPER_FP8 = {
@@ -52,11 +54,13 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def config_for(arch: int | str, head_dim: int, describable: bool = True, per_key: bool = False) -> Config:
+def config_for(
+    arch: int | str, head_dim: int, describable: bool = True, per_key: bool = False, fp8: bool = False
+) -> Config:
     """The configuration for `arch`: 10 * major + minor of a CUDA capability, an AMD architecture name, or "cpu".
 
     describable: whether a TMA descriptor can be made on the value tensor, see `describable()`.  per_key: whether each
-    key has a scale.
+    key has a scale.  fp8: whether P @ V is in e4m3.
     """
     table = _INTERPRETER
     if isinstance(arch, int):
@@ -67,6 +71,8 @@ def config_for(arch: int | str, head_dim: int, describable: bool = True, per_key
     config = table[max(64, padded_head_dim(head_dim))]
     if per_key and table in (_CDNA, _RDNA):
         config = config._replace(block_n=config.block_n // 2)  # with the scales of all keys they spill otherwise
+    if fp8 and table is _AMPERE and head_dim > 128:
+        config = config._replace(num_warps=4)  # with 8 an e4m3 value of this width spills
     return config
 
 
@@ -76,7 +82,7 @@ def config_of(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precis
         return (HOPPER_FP8 if pv == "fp8" else HOPPER_GLUON)[padded_head_dim(query.shape[3])]
     # The e4m3 copy of the value is made so that it can be described.
     held = _descriptors() if pv == "fp8" else describable(value)
-    return config_for(arch_of(query.device), query.shape[3], held, per_key=precision == "high")
+    return config_for(arch_of(query.device), query.shape[3], held, per_key=precision == "high", fp8=pv == "fp8")
 
 
 def kernel_name(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precision: str = "auto") -> str:

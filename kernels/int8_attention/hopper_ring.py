@@ -20,7 +20,7 @@ class Traits(NamedTuple):
     BM, BN: query rows of a warpgroup, keys of a step.  D: channels of query and key, HEAD_DIM: those of the output, as
     COLUMNS + REST.  STAGES: slots of the ring.  CONSUMERS: warpgroups.
     Q_REGISTERS: whether the query is held there.  AS_FLOAT: whether bounded scores are made floats of by what their
-    product starts from.  HIGH: a scale for each key.  FP8: P @ V in e4m3.
+    product starts from.  HIGH: a scale for each key.  FP8: P @ V in e4m3.  POLYNOMIAL: as in Config, of bounded scores.
     """
 
     BM: int
@@ -39,6 +39,7 @@ class Traits(NamedTuple):
     TAIL: bool
     HIGH: bool
     FP8: bool
+    POLYNOMIAL: int = 0
 
 
 def first_columns(head_dim: int) -> int:

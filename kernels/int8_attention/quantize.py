@@ -81,11 +81,13 @@ class Tiling(NamedTuple):
 # By padded head_dim up to 128, and above. On sm_90 the best of bench/bench_quantise_stage.py.
 HOPPER_TILINGS = (Tiling(128, 8, 4, 2), Tiling(64, 4, 8, 2))
 _TILINGS = (Tiling(64, 4, 4, 1), Tiling(32, 4, 4, 1))
+_AMD_TILINGS = (Tiling(32, 4, 4, 1), Tiling(16, 4, 8, 1))  # where key blocks are small, for want of registers
 
 
 def tiling_of(padded: int, config: Config) -> Tiling:
     """The launch for a padded head_dim and a configuration of the attention kernel."""
-    return (HOPPER_TILINGS if config.tma else _TILINGS)[padded > 128]
+    small = config.block_n < 64 and config.block_n * padded <= 4096
+    return (HOPPER_TILINGS if config.tma else _AMD_TILINGS if small else _TILINGS)[padded > 128]
 
 
 def quantize(
@@ -175,7 +177,7 @@ def _shift(key: torch.Tensor, attn_mask: torch.Tensor | None, config: Config, gr
         _key_shift, (batch * kv_heads,),
         key, bias if bias is not None else shift, shift, rotation, kv_len, padded_len(kv_len, config),
         triton.cdiv(kv_len, SHIFT_SAMPLES), kv_heads, bias_rows, *key.stride()[:3], *strides,
-        D=head_dim, DP=padded, B=rotated, ROWS=shift_rows(padded, bias is not None),
+        D=head_dim, DP=padded, B=rotated, ROWS=shift_rows(padded),
         SAMPLES=SHIFT_SAMPLES, HAS_BIAS=bias is not None, num_warps=8,
     )  # fmt: skip
     return _Shifted(bias, anchor, live, shift, rotation, bias_rows)
@@ -241,14 +243,15 @@ def _launch(
         bias if bias is not None else unused, k.key, k.key_scale, k.key_norm if k.key_norm is not None else unused,
         q.query, q.query_scale, q.lse_term if q.lse_term is not None else unused,
         scale * LOG2E / rotated, scale / rotated, kv_len, rows, q_len, kv_heads, heads,
-        key_programs, k_chunks, q_chunks, shifted.bias_rows, *key.stride()[:3], *query.stride()[:3],
+        key_programs, k_chunks, q_chunks, *key.stride()[:3], *query.stride()[:3],
         *(row_strides(bias) if bias is not None else (0, 0)),
         D=head_dim, DP=padded, B=rotated, K_ROWS=config.block_n, Q_ROWS=tiling.q_rows, STEPS=tiling.steps,
-        STAGES=tiling.num_stages, HAS_BIAS=bias is not None, SCALES=scales, HAS_NORM=k.key_norm is not None,
-        HAS_LSE=lse, HAS_ROTATION=rotation is not None, UPCAST=interpreting(), num_warps=tiling.num_warps,
+        STAGES=tiling.num_stages, HAS_BIAS=bias is not None, BIAS_ROWS=shifted.bias_rows, SCALES=scales,
+        HAS_NORM=k.key_norm is not None, HAS_LSE=lse, HAS_ROTATION=rotation is not None, UPCAST=interpreting(),
+        num_warps=tiling.num_warps,
     )  # fmt: skip
 
 
-def shift_rows(padded: int, masked: bool) -> int:
+def shift_rows(padded: int) -> int:
     """Keys that a step of _key_shift reads: as many as fit the registers of every architecture."""
-    return 128 if padded < 128 or (padded == 128 and not masked) else 32
+    return 128 if padded <= 128 else 32

@@ -78,93 +78,109 @@ def _add_kept(
     total, count, K, BIAS, n, N, NP, bias_rows, s_n, s_bias_h, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
     """Sums [ROWS, DP] and numbers [ROWS] of keys with the kept ones of the keys n added."""
+    cols = tl.arange(0, DP)
+    inside = (n < N)[:, None] & (cols < D)[None, :]
+    x = tl.load(K + n[:, None].to(tl.int64) * s_n + cols[None, :], mask=inside, other=0).to(tl.float32)
     keep = _kept(BIAS, bias_rows, s_bias_h * NP, n, N, HAS_BIAS)
-    cols = tl.arange(0, DP)
-    inside = keep[:, None] & (cols < D)[None, :]
-    x = tl.load(K + n[:, None].to(tl.int64) * s_n + cols[None, :], mask=inside, other=0)
-    return total + x.to(tl.float32), count + keep.to(tl.float32)
+    if HAS_BIAS:
+        x = tl.where(keep[:, None], x, 0.0)  # only now, so that the load does not wait for the bias
+    return total + x, count + keep.to(tl.float32)
 
 
 @triton.jit
-def _rotated(X, rows, keep, s_l, rotation, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, UPCAST: tl.constexpr):
-    """Rows of X, rotated: float32 [ROWS, DP], 0 where they are not kept."""
-    cols = tl.arange(0, DP)
-    inside = keep[:, None] & (cols < D)[None, :]
-    x = tl.load(X + rows[:, None].to(tl.int64) * s_l + cols[None, :], mask=inside, other=0)
-    return _rotate(x.to(tl.float32) if UPCAST else x, rotation, rows.shape[0], DP, B)
-
-
-@triton.jit
-def _store(Y, rows, keep, y, DP: tl.constexpr):
-    """Rows of int8 values, 8 bytes a thread: with 16 Triton would have each thread load 32 bytes of X in two halves."""
-    cols = tl.max_contiguous(tl.arange(0, DP), 8)
-    tl.store(Y + rows[:, None] * DP + cols[None, :], y, mask=keep[:, None])
-
-
-@triton.jit
-def _quantize_keys(
-    K, SHIFT, rotation, BIAS, Y, SCALE, NORM, block, head, N, NP, bias_rows, s_n, s_bias,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, HAS_NORM: tl.constexpr, UPCAST: tl.constexpr,
+def _rotated(
+    X, row, end, s_l, rotation,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One block of ROWS keys with SCALES (1, 4, ROWS) scales; `K` and `BIAS` are those of this head."""
-    rows = block * ROWS + tl.arange(0, ROWS)
-    keep = _kept(BIAS, bias_rows, s_bias, rows, N, HAS_BIAS)
-    x = _rotated(K, rows, keep, s_n, rotation, D, DP, B, UPCAST)
-    cols = tl.arange(0, DP)
-    x = x - tl.load(SHIFT + head * DP + cols)[None, :] * keep.to(tl.float32)[:, None]
-    # x * 0 is NaN where x is NaN or infinite: such a row or block must answer NaN, as SDPA does.
-    tile = head * (NP // ROWS) + block
-    bad = tl.sum(x * 0.0, 1)
-    if HAS_NORM:
-        tl.store(NORM + tile, tl.sqrt(tl.max(tl.sum(x * x, 1), 0)))
-    peak = tl.max(tl.abs(x), 1) + bad
-    if SCALES == 1:
-        peak = tl.max(peak, 0) + tl.sum(bad, 0)
-        tl.store(SCALE + tile, peak / 127.0)
-    elif SCALES == 4:
-        peak = tl.max(tl.max(peak.reshape([ROWS // 8, 4, 2]), 2), 0) + tl.sum(bad, 0)
+    """ROWS rows of X from `row` on, rotated: float32 [ROWS, DP], 0 from the row `end` on."""
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, DP)
+    inside = (rows < end - row)[:, None] & (cols < D)[None, :]
+    # Eights apart, so that a thread needs no register for each of its rows.
+    X += row.to(tl.int64) * s_l + (rows % 8)[:, None].to(tl.int64) * s_l + cols[None, :]
+    x = tl.load(X + (rows // 8)[:, None] * (8 * s_l.to(tl.int64)), mask=inside, other=0)
+    return _rotate(x.to(tl.float32) if UPCAST else x, rotation, ROWS, DP, B)
+
+
+@triton.jit
+def _checked(peak, total):
+    """The largest |x| of rows; NaN where something is NaN or infinite, as SDPA answers. total: NaN where an x is."""
+    return tl.where((total == total) & (peak < float("inf")), peak, float("nan"))
+
+
+@triton.jit
+def _largest(x, AXIS: tl.constexpr):
+    """Largest along an axis of what is not negative: floats come in the order of their bits, NaN last."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _write(Y, y, rows_left, ROWS: tl.constexpr, DP: tl.constexpr):
+    """Rows of int8 values, 8 bytes a thread: with 16 Triton would have each thread load 32 bytes of X in two halves."""
+    rows, cols = tl.arange(0, ROWS), tl.max_contiguous(tl.arange(0, DP), 8)
+    mask = None if rows_left is None else (rows < rows_left)[:, None]
+    tl.store(Y + rows[:, None] * DP + cols[None, :], y, mask=mask)
+
+
+@triton.jit
+def _write_keys(
+    x, Y, SCALE, NORM, row, tile, ROWS: tl.constexpr, DP: tl.constexpr, SCALES: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """A block of rotated keys, less their mean, as int8 with SCALES (1, 4, ROWS) scales."""
+    square = tl.sum(x * x, 1)
+    peak = _checked(tl.max(tl.abs(x), 1), square)
+    square = tl.where(square == square, square, float("inf"))
+    if SCALES == 4:
+        # Peaks and norms in one reduction, because each makes the warps wait for one another.
+        both = tl.join(peak, square).reshape([ROWS // 8, 4, 2, 2])
+        peak, square = tl.split(_largest(_largest(both, 2), 0))
         tl.store(SCALE + tile * 4 + tl.arange(0, 4), peak / 127.0)
+        tl.store(NORM + tile, tl.sqrt(_largest(square, 0)))
         peak = tl.broadcast_to(peak[None, :, None], [ROWS // 8, 4, 2]).reshape([ROWS])[:, None]
     else:
-        tl.store(SCALE + head * NP + rows, peak / 127.0)
-        peak = peak[:, None]
-    _store(Y, (head * NP + rows), rows >= 0, _round(x * _inverse(peak)), DP)
+        if HAS_NORM:
+            tl.store(NORM + tile, tl.sqrt(_largest(square, 0)))
+        if SCALES == 1:
+            peak = _largest(peak, 0)
+            tl.store(SCALE + tile, peak / 127.0)
+        else:
+            tl.store(SCALE + row + tl.arange(0, ROWS), peak / 127.0)
+            peak = peak[:, None]
+    _write(Y + row * DP, _round(x * _inverse(peak)), None, ROWS, DP)
 
 
 @triton.jit
-def _quantize_queries(
-    Q, shift, rotation, Y, SCALE, LSE_TERM, block, head, M, s_m, factor, lse_factor,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr,
-    HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
+def _write_queries(
+    x, shift, Y, SCALE, LSE_TERM, row, rows_left, factor, lse_factor,
+    ROWS: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One block of ROWS queries with a scale each; `Q` and `shift` are those of this head."""
-    rows = block * ROWS + tl.arange(0, ROWS)
-    keep = rows < M
-    x = _rotated(Q, rows, keep, s_m, rotation, D, DP, B, UPCAST)
-    peak = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
-    tl.store(SCALE + head * M + rows, peak / 127.0 * tl.abs(factor), mask=keep)
-    sign = tl.where(factor < 0, -1.0, 1.0)  # so that scores times their scale keep the order of the int8 scores
-    y = _round(x * (_inverse(peak) * sign)[:, None])
-    _store(Y, head * M + rows, keep, y, DP)
+    """A block of rotated queries, the first `rows_left` of them, as int8 with a scale each."""
+    rows = tl.arange(0, ROWS)
+    part = x.reshape([ROWS * (DP // B), B])
+    for halving in tl.static_range(2):
+        if B >> halving > 32:
+            part, _rest = tl.split(part.reshape([ROWS * (DP // B), 2, B >> (halving + 1)]).permute(0, 2, 1))
+    # What is not finite is after the rotation in every channel of its block of B: a few of them tell.
+    total = tl.sum((part * 0.0).reshape([ROWS, DP // B * 32]), 1)
+    peak = _checked(tl.max(tl.abs(x), 1), total)
+    tl.store(SCALE + row + rows, peak / 127.0 * factor, mask=rows < rows_left)
+    _write(Y + row * DP, _round(x * _inverse(peak)[:, None]), rows_left, ROWS, DP)
     if HAS_LSE:
-        tl.store(LSE_TERM + head * M + rows, tl.sum(x * shift[None, :], 1) * lse_factor, mask=keep)
+        tl.store(LSE_TERM + row + rows, tl.sum(x * shift[None, :], 1) * lse_factor, mask=rows < rows_left)
 
 
-@triton.jit(
-    do_not_specialize=["N", "NP", "M", "kv_heads", "heads", "key_programs", "k_chunks", "q_chunks", "bias_rows"]
-)
+@triton.jit(do_not_specialize=["N", "NP", "M", "kv_heads", "heads", "key_programs", "k_chunks", "q_chunks"])
 def _quantize(
     K, Q, SHIFT, ROTATION, BIAS, K8, K_SCALE, NORM, Q8, Q_SCALE, LSE_TERM, factor, lse_factor,
-    N, NP, M, kv_heads, heads, key_programs, k_chunks, q_chunks, bias_rows,
+    N, NP, M, kv_heads, heads, key_programs, k_chunks, q_chunks,
     s_kb, s_kh, s_kn, s_qb, s_qh, s_qm, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, K_ROWS: tl.constexpr, Q_ROWS: tl.constexpr,
-    STEPS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALES: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_ROWS: tl.constexpr, SCALES: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_ROTATION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Query [B, H, M, D] and key [B, Hkv, N, D] to int8: one program STEPS blocks of one head of either.
 
     The first `key_programs` programs do keys, k_chunks a head, the others queries, q_chunks a head.
+    Triton puts a branch in a loop behind the loads of the next block, but what reads the rotation's result before them.
     """
     program = tl.program_id(0)
     if HAS_ROTATION:
@@ -173,18 +189,26 @@ def _quantize(
     else:
         rotation = _hadamard(B)
     rotation = rotation.to(tl.float32 if UPCAST else Q.dtype.element_ty)
+    cols = tl.arange(0, DP)
     if program < key_programs:
         head = (program // k_chunks).to(tl.int64)
         b = head // kv_heads
         h = head % kv_heads
         K += b * s_kb + h * s_kh
-        BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
+        BIAS += (b * s_bias_b + h * BIAS_ROWS * s_bias_h) * NP
         first = program % k_chunks * STEPS
         for block in tl.range(first, tl.minimum(first + STEPS, NP // K_ROWS), num_stages=STAGES):
-            _quantize_keys(
-                K, SHIFT, rotation, BIAS, K8, K_SCALE, NORM, block, head, N, NP, bias_rows, s_kn, s_bias_h * NP,
-                D, DP, B, K_ROWS, HAS_BIAS, SCALES, HAS_NORM, UPCAST,
-            )  # fmt: skip
+            row = block * K_ROWS
+            keep = _kept(BIAS, BIAS_ROWS, s_bias_h * NP, row + tl.arange(0, K_ROWS), N, HAS_BIAS)
+            x = _rotated(K, row, N, s_kn, rotation, K_ROWS, D, DP, B, UPCAST)
+            shift = tl.load(SHIFT + head * DP + cols)
+            if HAS_BIAS:
+                x = tl.where(keep[:, None], x - shift[None, :], 0.0)
+            else:
+                x = x - shift[None, :] * keep.to(tl.float32)[:, None]
+            if NP > 0:
+                tile = head * (NP // K_ROWS) + block
+                _write_keys(x, K8, K_SCALE, NORM, head * NP + row, tile, K_ROWS, DP, SCALES, HAS_NORM)
     else:
         program -= key_programs
         head = (program // q_chunks).to(tl.int64)
@@ -192,11 +216,15 @@ def _quantize(
         h = head % heads
         Q += b * s_qb + h * s_qh
         first = program % q_chunks * STEPS
+        sign = tl.where(factor < 0, -1.0, 1.0)  # so that scores times their scale keep the order of the int8 scores
         shift = tl.zeros([DP], tl.float32)
         if HAS_LSE:
-            shift = tl.load(SHIFT + (b * kv_heads + h // (heads // kv_heads)) * DP + tl.arange(0, DP))
+            shift = tl.load(SHIFT + (b * kv_heads + h // (heads // kv_heads)) * DP + cols) * sign
         for block in tl.range(first, tl.minimum(first + STEPS, tl.cdiv(M, Q_ROWS)), num_stages=STAGES):
-            _quantize_queries(
-                Q, shift, rotation, Q8, Q_SCALE, LSE_TERM, block, head, M, s_qm, factor, lse_factor,
-                D, DP, B, Q_ROWS, HAS_LSE, UPCAST,
-            )  # fmt: skip
+            row = block * Q_ROWS
+            x = _rotated(Q, row, M, s_qm, rotation, Q_ROWS, D, DP, B, UPCAST) * sign
+            if M > 0:
+                _write_queries(
+                    x, shift, Q8, Q_SCALE, LSE_TERM, head * M + row, M - row, tl.abs(factor), lse_factor,
+                    Q_ROWS, DP, B, HAS_LSE,
+                )  # fmt: skip
