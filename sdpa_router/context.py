@@ -56,6 +56,7 @@ class route(_Region):  # noqa: N801 (used like a function)
     allow_mask_blind: take backends whose rounding depends on what masked keys hold (garbage in padding spoils it).
     max_error: leave out backends whose measured error class is above.
     on_error: "raise" what a backend raises, with the decision attached, or log it and "fallback" to the next one.
+    by_tile: answer masks with a row for each query by their tiles, where that is faster; each is summarised once.
     min_kv and pv are for int8.
 
     Contexts nest, and the inner settings hold. Leaving restores what was there, also after an exception. The switch
@@ -80,10 +81,13 @@ class route(_Region):  # noqa: N801 (used like a function)
         allow_mask_blind: bool = False,
         max_error: float | None = None,
         on_error: str = "raise",
+        by_tile: bool = True,
     ) -> None:
         chosen = in_order(backends)
         super().__init__(
-            _name_of(on_unsupported, min_kv, pv, precision, skip, log, chosen, allow_mask_blind, max_error, on_error)
+            _name_of(
+                on_unsupported, min_kv, pv, precision, skip, log, chosen, allow_mask_blind, max_error, on_error, by_tile
+            )
         )
 
     def __enter__(self) -> None:
@@ -145,6 +149,7 @@ def enable(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> None:
     """Run the forward of `module` inside route() with these settings; other modules stay as they are.
 
@@ -165,7 +170,9 @@ def enable(
     """
     check_module("enable", module)
     chosen = in_order(backends)
-    settings = Settings(on_unsupported, min_kv, pv, precision, skip, log, chosen, allow_mask_blind, max_error, on_error)
+    settings = Settings(
+        on_unsupported, min_kv, pv, precision, skip, log, chosen, allow_mask_blind, max_error, on_error, by_tile
+    )
     outside = replace(settings, on_unsupported="fallback", skip=excluded)
     names = {"on": intern(settings), "off": intern(outside)}
     wrapped = borders(module, switches(module, include, exclude))
@@ -353,7 +360,10 @@ def _name_of(
     allow_mask_blind: bool,
     max_error: float | None,
     on_error: str,
+    by_tile: bool,
 ) -> str:
     return intern(
-        Settings(on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error)
+        Settings(
+            on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error, by_tile
+        )
     )

@@ -21,7 +21,7 @@ from .decision import Code, Decision, MaskKind, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
 from .mask_summary import full_view, summarised
 from .recent import latest, remember, with_key_of_size
-from .record import Sighting, known, logger, plain_number, sight
+from .record import Sighting, known, logger, plain_number, report, sight
 from .settings import settings_of, skipping, skips
 
 if TYPE_CHECKING:
@@ -237,6 +237,7 @@ def _by_its_tiles(sighting: Sighting, call: Call) -> Sighting:
     patience = sighting.summaries or 0
     counts, met_before = counts_of(call, patience > 0)
     if counts is None:
+        report(sighting)
         return sighting
     # A mask that is met again gives back what a new one took.
     sighting.summaries = min(PATIENCE, patience + 1) if met_before else patience - 1

@@ -42,7 +42,8 @@ class Sighting:
     """A decision, the call that it was made for (as metadata, in no tensor), and how often it was needed."""
 
     __slots__ = (
-        *("as_given", "decision", "direct", "instead", "number", "phase", "refused", "settings", "summaries", "tick"),
+        *("as_given", "decision", "direct", "instead", "number", "phase", "refused", "reported", "settings"),
+        *("summaries", "tick"),
         *("_call", "_caller", "_reads", "_ticks", "_time"),
     )
 
@@ -59,7 +60,9 @@ class Sighting:
         self.number = next(_numbers)
         self.phase = "capture" if phase == "eager" and _capturing() else phase
         # How many masks may still be summarised for calls like this one; None where their tiles don't matter.
-        self.summaries = PATIENCE if phase == "eager" and worth_a_look(decision, call) else None
+        looks = phase == "eager" and settings.by_tile
+        self.summaries = PATIENCE if looks and worth_a_look(decision, call) else None
+        self.reported = False
         self.as_given = decision.route is Route.SDPA and not (decision.notes or refuses) and self.summaries is None
         self._time = time.time()
         self._caller = caller
@@ -119,21 +122,32 @@ def sight(key: Hashable, call: Call, decision: Decision, settings: Settings, pha
     sighting = known.get(key)
     if sighting is not None:
         return sighting
-    level, caller = _caller()
+    _, caller = _caller()
     made = Sighting(call, decision, settings, phase, caller)
     with _lock:
         if len(known) >= MAX_SIGHTINGS:
             judge_anew()
         sighting = known.setdefault(key, made)
-    if sighting is made:
-        # A call must not fail because it can't be reported, whatever handlers and arguments do.
-        with contextlib.suppress(Exception):
-            if settings.log and logger.isEnabledFor(logging.INFO):
-                logger.info("%s at %s:%s %s (%s)", decision, *caller, made.phase)
-        _write_json({"event": "first"}, made, level + 1)
-        if settings.on_unsupported == "warn" and decision.route is Route.SDPA and decision.reasons:
-            warnings.warn(str(decision), stacklevel=level)
+    if sighting is made and made.summaries is None:
+        report(made)
     return sighting
+
+
+def report(sighting: Sighting) -> None:
+    """Log a first sight, write it down and warn of it, once; where tiles decide, that is known after sight() only."""
+    with _lock:
+        if sighting.reported:
+            return
+        sighting.reported = True
+    level, caller = _caller()
+    decision, settings = sighting.decision, sighting.settings
+    # A call must not fail because it can't be reported, whatever handlers and arguments do.
+    with contextlib.suppress(Exception):
+        if settings.log and logger.isEnabledFor(logging.INFO):
+            logger.info("%s at %s:%s %s (%s)", decision, *caller, sighting.phase)
+    _write_json({"event": "first"}, sighting, level + 1)
+    if settings.on_unsupported == "warn" and decision.route is Route.SDPA and decision.reasons:
+        warnings.warn(str(decision), stacklevel=level)
 
 
 def judge_anew() -> None:

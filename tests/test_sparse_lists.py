@@ -128,7 +128,9 @@ def test_pairs_take_the_largest_bias_of_their_own_tiles_off(nq, nk, density, see
             finite = seen[seen.isfinite()]
             least = float(finite.max()) if len(finite) else 0.0
             assert lists.anchor[row, warpgroup].tolist() == [least, 1.0]
-            wanted = {t: min(0.0, (v - least) / math.log(2)) for t, v in enumerate(seen.tolist()) if v >= least - 8191.6}
+            wanted = {
+                t: min(0.0, (v - least) / math.log(2)) for t, v in enumerate(seen.tolist()) if v >= least - 8191.6
+            }
             found = {}
             for t, (_, tiles) in enumerate(walk(lists.tiles[row], lists.counts[row], warpgroup)):
                 offsets = lists.offsets[row, warpgroup, t].tolist()

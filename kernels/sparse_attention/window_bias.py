@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..int8_attention.bias import ABSORBING, _raw_bias
 from ..int8_attention.launch import empty, launch
-from .key_bias import _NEGLIGIBLE, row_steps
+from .key_bias import _NEGLIGIBLE
 from .lists import TILE, Lists
 from .windows import Plan
 
@@ -40,7 +40,7 @@ def _window_bias(
     tops = tl.full([TILES, TILE], float("-inf"), tl.float32)
     for start in range(0, nk, TILES):
         t = start + tl.arange(0, TILES)
-        r, fade, b = _rows(FADE, MASK, ROW_OF, t, nk, N, s_n, IS_BOOL, TILE)
+        _r, fade, b = _rows(FADE, MASK, ROW_OF, t, nk, N, s_n, IS_BOOL, TILE)
         finite = (fade != float("-inf")) & (tl.abs(b) < float("inf"))
         tops = tl.maximum(tops, tl.where(finite, b + fade * 0.6931471805599453, float("-inf")))
     largest = tl.max(tl.max(tops, 1), 0)
@@ -78,9 +78,7 @@ def _kept_in_windows(
     tl.store(KEPT + row * nk * TILE + n, tl.where(kept != 0, 0.0, float("-inf")), mask=(t < nk)[:, None])
 
 
-def with_bias(
-    found: Plan, attn_mask: torch.Tensor, kv_len: int
-) -> tuple[Lists, torch.Tensor, torch.Tensor]:
+def with_bias(found: Plan, attn_mask: torch.Tensor, kv_len: int) -> tuple[Lists, torch.Tensor, torch.Tensor]:
     """Lists, table [Bm, Hm, R, 64] and kept keys [Bm, Hm, N] of a plan with own_rows under a mask of the keys.
 
     attn_mask: [1 or B, 1 or H, 1, K] of any strides, bool or floating.
