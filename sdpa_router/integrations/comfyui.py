@@ -38,6 +38,7 @@ def attention_function(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> Attention:
     """Make an attention function with ComfyUI's signature; the settings are those of route().
 
@@ -58,6 +59,7 @@ def attention_function(
         allow_mask_blind=allow_mask_blind,
         max_error=max_error,
         on_error=on_error,
+        by_tile=by_tile,
     )(torch_attention)
     native = route(skip=_always, log=log)(torch_attention)
 
@@ -99,6 +101,7 @@ def register(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> None:
     """Put attention_function() among ComfyUI's attention functions as "sdpa_router", where other nodes can choose it.
 
@@ -116,6 +119,7 @@ def register(
         allow_mask_blind=allow_mask_blind,
         max_error=max_error,
         on_error=on_error,
+        by_tile=by_tile,
     )
     comfy.REGISTERED_ATTENTION_FUNCTIONS.pop(NAME, None)
     comfy.register_attention_function(NAME, comfy.wrap_attn(attention))
@@ -139,6 +143,7 @@ def patch_model(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> Any:
     """Return a clone of a ComfyUI model (a ModelPatcher) whose attention is routed; `model` itself stays as it is.
 
@@ -159,6 +164,7 @@ def patch_model(
         allow_mask_blind=allow_mask_blind,
         max_error=max_error,
         on_error=on_error,
+        by_tile=by_tile,
     )
     patched = model.clone()
     options = dict(patched.model_options.get("transformer_options", {}))

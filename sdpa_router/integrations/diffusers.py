@@ -41,6 +41,7 @@ def register(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> None:
     """Make "sdpa_router" a name for set_attention_backend() and attention_backend(); the settings are those of route().
 
@@ -59,7 +60,17 @@ def register(
     global _registered
     name = intern(
         Settings(
-            on_unsupported, min_kv, pv, precision, skip, log, in_order(backends), allow_mask_blind, max_error, on_error
+            on_unsupported,
+            min_kv,
+            pv,
+            precision,
+            skip,
+            log,
+            in_order(backends),
+            allow_mask_blind,
+            max_error,
+            on_error,
+            by_tile,
         )
     )
     parts = _parts()
@@ -95,6 +106,7 @@ def patch(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> None:
     """Run every diffusers model inside route() with these settings, future ones too; autoencoders stay native.
 
@@ -105,7 +117,17 @@ def patch(
     global _patched
     name = intern(
         Settings(
-            on_unsupported, min_kv, pv, precision, skip, log, in_order(backends), allow_mask_blind, max_error, on_error
+            on_unsupported,
+            min_kv,
+            pv,
+            precision,
+            skip,
+            log,
+            in_order(backends),
+            allow_mask_blind,
+            max_error,
+            on_error,
+            by_tile,
         )
     )
     model = _parts().model
@@ -124,6 +146,7 @@ def patch(
         allow_mask_blind=allow_mask_blind,
         max_error=max_error,
         on_error=on_error,
+        by_tile=by_tile,
     )(_calls.native)
     _patched = name
 

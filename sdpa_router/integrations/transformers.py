@@ -34,6 +34,7 @@ def register(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> None:
     """Make attn_implementation="sdpa_router" known to transformers; the settings are those of route().
 
@@ -46,7 +47,17 @@ def register(
     >>> model = AutoModel.from_pretrained(path, attn_implementation="sdpa_router")
     """
     settings = Settings(
-        on_unsupported, min_kv, pv, precision, skip, log, in_order(backends), allow_mask_blind, max_error, on_error
+        on_unsupported,
+        min_kv,
+        pv,
+        precision,
+        skip,
+        log,
+        in_order(backends),
+        allow_mask_blind,
+        max_error,
+        on_error,
+        by_tile,
     )
     parts = _parts()
     routed = route(
@@ -60,6 +71,7 @@ def register(
         allow_mask_blind=allow_mask_blind,
         max_error=max_error,
         on_error=on_error,
+        by_tile=by_tile,
     )
     parts.attention_interface.register(NAME, _attention(settings, routed, parts.sdpa_attention_forward))
     parts.mask_interface.register(NAME, _mask(parts.sdpa_mask, parts.bidirectional_mask_function))
