@@ -72,11 +72,11 @@ def _attend(
     S: gl.constexpr = _accumulator(T.BN, 8)
     ACC: gl.constexpr = _accumulator(T.D, 16)
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    E: gl.constexpr = gl.zeros([T.BM, T.BN], gl.float32, layout=S).reshape([T.BM, 2, T.BN // 16, 4, 2]).type.layout
+    E: gl.constexpr = gl.full([T.BM, T.BN], 0.0, gl.float32, layout=S).reshape([T.BM, 2, T.BN // 16, 4, 2]).type.layout
     G: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, E)))
     top = gl.full([T.BM], -3.4028234e38 if ONLINE else 0.0, gl.float32, layout=gl.SliceLayout(1, S))
-    total = gl.zeros([T.BM, 4], gl.float32, layout=G)
-    acc = gl.zeros([T.BM, T.D], gl.float32, layout=ACC)
+    total = gl.full([T.BM, 4], 0.0, gl.float32, layout=G)
+    acc = gl.full([T.BM, T.D], 0.0, gl.float32, layout=ACC)
     position = _slot_of(GROUP, 0, shared, both)
     slot = position % T.STAGES
     entry = _entry_of(OFFSETS, TILES, 0, position, alone, T)
@@ -160,9 +160,9 @@ def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
     counts = (steps, shared, both, alone, biased)
     reads = (LSE, MASK, M, N, s_mq)
     if slots == 0:
-        nothing = gl.zeros([T.BM], gl.float32, layout=gl.SliceLayout(1, S))
+        nothing = gl.full([T.BM], 0.0, gl.float32, layout=gl.SliceLayout(1, S))
         _write(
-            gl.zeros([T.BM, T.D], gl.float32, layout=ACC), nothing, nothing, rows, OUT, LSE, LSE_TERM + first, anchor,
+            gl.full([T.BM, T.D], 0.0, gl.float32, layout=ACC), nothing, nothing, rows, OUT, LSE, LSE_TERM + first, anchor,
             keep, stop, s_om, s_lm, ACC, T.D, T.HEAD_DIM, T.HAS_LSE,
         )  # fmt: skip
     else:
@@ -183,18 +183,21 @@ def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def _memory(q_desc, k_desc, v_desc, scale_desc, bias_desc, T: gl.constexpr):
     """Shared memory as TMA fills it, by key tile, and for keys, values, scales and bias as a step reads it, by slot."""
+    STAGES: gl.constexpr = T.STAGES
+    BN: gl.constexpr = T.BN
+    D: gl.constexpr = T.D
     FLOATS: gl.constexpr = scale_desc.layout
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     q_s = _buffer(q_desc, 2)
-    k_s = _buffer(k_desc, 2 * T.STAGES)
-    v_s = _buffer(v_desc, 2 * T.STAGES * (T.D // 64))
-    scale_s = gl.allocate_shared_memory(gl.float32, [2 * T.STAGES, 32], FLOATS)
-    bias_s = gl.allocate_shared_memory(gl.float32, [2 * T.STAGES, 64], FLOATS)
+    k_s = _buffer(k_desc, 2 * STAGES)
+    v_s = _buffer(v_desc, 2 * STAGES * (D // 64))
+    scale_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 32], FLOATS)
+    bias_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], FLOATS)
     joined = (
-        _viewed(k_s, [T.STAGES, T.BN, T.D], _wide(T.D, 8)),
-        _viewed(v_s, [T.STAGES, T.BN, T.D], _wide(T.D, 16)),
-        _viewed(scale_s, [T.STAGES, 2, 32], ROWS),
-        _viewed(bias_s, [T.STAGES, T.BN], FLOATS),
+        _viewed(k_s, [STAGES, BN, D], _wide(D, 8)),
+        _viewed(v_s, [STAGES, BN, D], _wide(D, 16)),
+        _viewed(scale_s, [STAGES, 2, 32], ROWS),
+        _viewed(bias_s, [STAGES, BN], FLOATS),
     )
     return q_s, k_s, v_s, scale_s, bias_s, joined
 

@@ -41,25 +41,25 @@ def _read_mask(MASK, rows, tile, tile2, M, N, s_mq):
 
 
 @gluon.jit
-def _add_mask(x, words, tile, tile2, N, KIND: gl.constexpr, EXACT: gl.constexpr):
+def _add_mask(x, words, tile, tile2, N, T: gl.constexpr, EXACT: gl.constexpr):
     """Scores with the mask added (log2 units); -inf past the last key."""
     E: gl.constexpr = x.type.layout
     # Four neighbours exchange words, so that each has those of its own columns.
     words = gl.convert_layout(words.reshape([64, 2, 8, 4]), gl.SliceLayout(4, E))
-    if KIND == "fp32":
+    if T.KIND == "fp32":
         low = words.to(gl.int32).to(gl.float32, bitcast=True)
         high = (words >> 32).to(gl.int32).to(gl.float32, bitcast=True)
-    elif KIND == "bf16":
+    elif T.KIND == "bf16":
         low = (words << 16).to(gl.float32, bitcast=True)
         high = (words & -65536).to(gl.float32, bitcast=True)
-    elif KIND == "fp16":
+    elif T.KIND == "fp16":
         low = words.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
         high = (words >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
     else:
         low = words & 255
         high = words & -256
     y = gl.convert_layout(gl.join(low, high), E)
-    if KIND == "bool":
+    if T.KIND == "bool":
         x = gl.where(y != 0, x, float("-inf"))
     else:
         if EXACT:
@@ -101,7 +101,7 @@ def _softmax(
     add = gl.expand_dims(gl.expand_dims(gl.where(half == 0, offset, offset2), 0), 2)
     x += gl.convert_layout(gl.expand_dims(gl.expand_dims(add, 2), 4), E)
     if IS_MIXED:
-        x = _add_mask(x, words, tile, tile2, N, T.KIND, ONLINE)
+        x = _add_mask(x, words, tile, tile2, N, T, ONLINE)
     if READS and T.HAS_BIAS:
         columns = gl.expand_dims(bias.load(gl.SliceLayout(0, S)), 0)
         x += gl.convert_layout(columns.reshape([1, 2, T.BN // 16, 4, 2]), E)
