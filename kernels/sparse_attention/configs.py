@@ -71,7 +71,7 @@ def heads_at_a_time(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 def in_words(mask: torch.Tensor) -> bool:
     """Whether a dense mask can be read by words: keys lie side by side, and every row starts with whole 16 bytes."""
     size = mask.element_size()
-    rows = all(stride * size % 16 == 0 for stride, n in zip(mask.stride()[:3], mask.shape[:3], strict=True) if n > 1)
+    rows = all(stride * size % 16 == 0 for stride in mask.stride()[:3])
     return rows and mask.stride(3) == 1 and mask.shape[3] % 2 == 0 and mask.data_ptr() % 16 == 0
 
 

@@ -162,8 +162,8 @@ def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
     if slots == 0:
         nothing = gl.full([T.BM], 0.0, gl.float32, layout=gl.SliceLayout(1, S))
         _write(
-            gl.full([T.BM, T.D], 0.0, gl.float32, layout=ACC), nothing, nothing, rows, OUT, LSE, LSE_TERM + first, anchor,
-            keep, stop, s_om, s_lm, ACC, T.D, T.HEAD_DIM, T.HAS_LSE,
+            gl.full([T.BM, T.D], 0.0, gl.float32, layout=ACC), nothing, nothing, rows, OUT, LSE, LSE_TERM + first,
+            anchor, keep, stop, s_om, s_lm, ACC, T.D, T.HEAD_DIM, T.HAS_LSE,
         )  # fmt: skip
     else:
         if bound <= limit:
