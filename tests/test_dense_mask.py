@@ -79,7 +79,7 @@ def test_any_mask(kind, rows, expanded, q_len, kv_len, dtype, transposed, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(64, 320), (190, 304), (129, 16)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(190, 304), (129, 16)])
 def test_masks_whose_rows_are_whole_words(dtype, q_len, kv_len):
     torch.manual_seed(0)
     inputs = gaussian(1, 2, q_len, kv_len, 64, kv_heads=1, device=DEVICE)

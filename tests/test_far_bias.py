@@ -41,7 +41,7 @@ def biases(draw, kv_len, rows):
     return bias.clamp(LOWEST if draw(st.booleans()) else -math.inf)[None, :, None].to(DEVICE)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(
     data=st.data(),
     rows=st.sampled_from([1, 2]),
@@ -60,7 +60,7 @@ def test_tiles_of_any_bias(data, rows, q_len, kv_len, density, seed):
     check(inputs, torch.where(expanded, bias, -math.inf), answer)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(data=st.data(), rows=st.sampled_from([1, 2]), kv_len=st.integers(65, 330), seed=st.integers(0, 2**16))
 def test_windows_of_any_bias(data, rows, kv_len, seed):
     torch.manual_seed(seed)
