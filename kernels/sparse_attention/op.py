@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +29,7 @@ _SCHEMAS = {
 
 # What a configuration needs: quantised operands, lists and bias table.
 Work = tuple["Quantized", "Lists", "torch.Tensor | None"]
-Tensors = Sequence["torch.Tensor | None"]
+Tensors = tuple["torch.Tensor | None", ...]
 
 
 def _into(
@@ -38,13 +38,13 @@ def _into(
     query: torch.Tensor,
     value: torch.Tensor,
     numbers: Hashable,
-    tensors: Tensors,
+    tensors: Callable[[], Tensors],
     prepare: Callable[[Config], Work],
     mask: torch.Tensor | None = None,
 ) -> None:
     """Run what `prepare` makes, once more with the portable kernel if the other can't be compiled.
 
-    numbers and tensors: all that prepare() depends on, besides out and lse (see launch.replay).
+    numbers and tensors(): all that prepare() depends on, besides out and lse (see launch.replay).
     """
     from ..int8_attention.launch import replay
     from .forward import attention
@@ -56,12 +56,12 @@ def _into(
 
     with torch.cuda.device_of(query):  # Triton launches on the current device
         try:
-            replay(numbers, (*tensors, out, lse), run)
+            replay(numbers, (*tensors(), out, lse), run)
         except _compile_errors() as error:
             if not config_of(query, value, mask).gluon:
                 raise
             _LOG.warning("the portable sparse kernel from now on: %s", give_up_hopper(error))
-            replay(numbers, (*tensors, out, lse), run)
+            replay(numbers, (*tensors(), out, lse), run)
 
 
 def _scale(query: torch.Tensor, scale: float | None) -> float:
@@ -109,7 +109,7 @@ def _block_sparse_attention(
 
     out, lse = _empty_out(query, return_lse)
     given = (query, key, value, keep, attn_mask)
-    _into(out, lse if return_lse else None, query, value, ("block sparse", softmax_scale), given, prepare)
+    _into(out, lse if return_lse else None, query, value, ("block sparse", softmax_scale), lambda: given, prepare)
     return out, lse
 
 
@@ -123,18 +123,12 @@ def _banded_attention(
     scale: float | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from .windows import plan
-
-    config = config_of(query, value)
-    found = plan(
-        tuple(windows), floor, query.shape[2], key.shape[2],
-        own_rows=attn_mask is not None, paired=config.gluon, device=query.device,
-    )  # fmt: skip
     out, lse = _empty_out(query, return_lse)
     for heads, kv_heads in heads_at_a_time(query, key, value):
         some = attn_mask if attn_mask is None or attn_mask.shape[1] == 1 else attn_mask[:, heads]
         part = query[:, heads], key[:, kv_heads], value[:, kv_heads], some
-        _windows_of_heads(*part, found, _scale(query, scale), out[:, heads], lse[:, heads] if return_lse else None)
+        into = out[:, heads], lse[:, heads] if return_lse else None
+        _windows_of_heads(*part, tuple(windows), floor, _scale(query, scale), *into)
     return out, lse
 
 
@@ -143,28 +137,38 @@ def _windows_of_heads(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
-    found: Plan,
+    windows: tuple[int, ...],
+    floor: float,
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
     """Attend windows into out and lse, all of them in one launch."""
 
+    def planned() -> Plan:
+        from .windows import plan
+
+        return plan(
+            windows, floor, query.shape[2], key.shape[2], own_rows=attn_mask is not None,
+            paired=config_of(query, value).gluon, device=query.device,
+        )  # fmt: skip
+
+    def tensors() -> Tensors:
+        lists, table, row_of, kept = planned()
+        given = (query, key, value, attn_mask, table, row_of, kept, lists.tiles, lists.counts, lists.bias_rows)
+        return (*given, lists.blocks, *((lists.floor, lists.anchor) if attn_mask is None else ()))
+
     def prepare(config: Config) -> Work:
         from ..int8_attention.quantize import quantize
         from .window_bias import with_bias
 
+        found = planned()
         lists, table, kept = found.lists, found.table, found.kept
         if attn_mask is not None:
             lists, table, kept = with_bias(found, attn_mask, key.shape[2])
         return quantize(query, key, None, scale, config, lse=lse is not None, kept=kept), lists, table
 
-    lists = found.lists
-    given = (
-        query, key, value, attn_mask, found.table, found.row_of, found.kept, lists.tiles, lists.counts, lists.bias_rows,
-        lists.blocks, *((lists.floor, lists.anchor) if attn_mask is None else ()),
-    )  # fmt: skip
-    _into(out, lse, query, value, ("banded", scale), given, prepare)
+    _into(out, lse, query, value, ("banded", scale), tensors, prepare)
 
 
 def _tiled_mask_attention(
@@ -191,7 +195,7 @@ def _tiled_mask_attention(
     out, lse = _empty_out(query, return_lse)
     given = (query, key, value, attn_mask, low, high, floor, seen)
     into = lse if return_lse else None
-    _into(out, into, query, value, ("tiled mask", softmax_scale), given, prepare, attn_mask)
+    _into(out, into, query, value, ("tiled mask", softmax_scale), lambda: given, prepare, attn_mask)
     return out, lse
 
 
