@@ -8,7 +8,8 @@ import torch
 
 from ..int8_attention.configs import Config, arch_of, padded_head_dim, why_portable
 
-# Even: while their own slots alternate, a warpgroup then meets only its own and common slots again (hopper._await).
+# A power of two, for hopper_ring._in_ring; even, so that a warpgroup meets only its own and common slots again while
+# their own slots alternate (hopper_ring._await).
 _STAGES = 4
 # Pairs of query tiles; keys are quantised by tiles of 64 with four scales each.
 HOPPER = Config(128, 64, 4, _STAGES, True, True)

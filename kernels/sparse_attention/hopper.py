@@ -22,7 +22,7 @@ from ..int8_attention.quantize import Quantized
 from .configs import WORDS
 from .forward import mask_strides
 from .hopper_parts import _read_mask, _softmax
-from .hopper_ring import Traits, _await, _entry_of, _producer, _release, _slot_of, _viewed, _wide
+from .hopper_ring import Traits, _await, _entry_of, _in_ring, _producer, _release, _slot_of, _viewed, _wide
 from .key_bias import row_steps
 from .lists import TILE, Lists
 
@@ -39,11 +39,11 @@ def _step(
     SINK, MASK, M, N, s_mq = reads
     k_s, v_s, scale_s, bias_s, full, empty = ring
     P: gl.constexpr = weights.type.layout
-    slot = position % T.STAGES
+    slot, phase = _in_ring(position, T)
     words = 0
     if READS and T.HAS_MASK:
         words = _read_mask(MASK, rows, entry[2], entry[3], M, N, s_mq)
-    _await(full, empty, slot, (position // T.STAGES) & 1, t - shared >= both)
+    _await(full, empty, slot, phase, t - shared >= both)
     s = _scores(q, k_s.index(slot), _accumulator(T.BN, 8), T.BM, T.BN, T.D)
     acc = warpgroup_mma(weights, v_s.index(slot), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -78,7 +78,7 @@ def _attend(
     total = gl.full([T.BM, 4], 0.0, gl.float32, layout=G)
     acc = gl.full([T.BM, T.D], 0.0, gl.float32, layout=ACC)
     position = _slot_of(GROUP, 0, shared, both)
-    slot = position % T.STAGES
+    slot, _phase = _in_ring(position, T)
     entry = _entry_of(OFFSETS, TILES, 0, position, alone, T)
     words = 0
     if T.HAS_MASK:
@@ -119,8 +119,8 @@ def _attend(
         position = following
         entry = ahead
     position = _slot_of(GROUP, steps, shared, both)
-    slot = position % T.STAGES
-    _await(full, empty, slot, (position // T.STAGES) & 1, steps - shared >= both)
+    slot, phase = _in_ring(position, T)
+    _await(full, empty, slot, phase, steps - shared >= both)
     acc = warpgroup_mma(weights, v_s.index(slot), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     _release(empty, slot, False)

@@ -16,9 +16,10 @@ _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # 
 class Traits(NamedTuple):
     """What the kernel is compiled for.
 
-    BM: query rows of a warpgroup; a step has twice as many keys.  D: channels of query and key, HEAD_DIM: those of the
-    output.  STAGES: slots of the ring.  HAS_TABLE: the bias has rows of its own, which steps at the beginning need.
-    OFFSETS: whether each half of a step has a number that is added.  KIND: dtype of a dense mask, or "none".
+    BM: query rows of a warpgroup; a step has twice as many keys, BN.  D: channels of query and key, HEAD_DIM: those of
+    the output.  STAGES: slots of the ring, a power of two.  HAS_TABLE: the bias has rows of its own, which steps at the
+    beginning need.  OFFSETS: whether each half of a step has a number that is added.  KIND: dtype of a dense mask, or
+    "none".
     """
 
     BM: int
@@ -56,6 +57,12 @@ def _slot_of(w, t, shared, both):
     """Position in the ring of step t of warpgroup w, as lists._position has it."""
     j = gl.maximum(t - shared, 0)
     return gl.where(t < shared, t, shared + j + gl.minimum(j + w, both))
+
+
+@gluon.jit
+def _in_ring(position, T: gl.constexpr):
+    """Slot of a position and the phase of its barrier; by bits, because a step begins with it."""
+    return position & (T.STAGES - 1), (position & T.STAGES) // T.STAGES
 
 
 @gluon.jit
