@@ -263,6 +263,7 @@ def _answer_under_mode(sighting: Sighting, attention: run.Attention, call: Call)
         reasons = (Reason(Code.FUNCTORCH, "a TorchFunctionMode", "plain calls"),)
         refused = Decision(Route.SDPA, decision.mask, reasons, mask_cast_note(call))
         sighting = sight(("mode", sighting), call, refused, settings)
+    report(sighting)
     sighting.tick()
     if settings.on_unsupported == "raise" and sighting.decision.reasons:
         raise UnsupportedError(sighting.decision)
