@@ -227,8 +227,9 @@ def explain(
     int8 (mask: per key, float32 [1, 1, 1, 33600])
     """
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    decision = choose(call, settings_of(active_name()))
-    counts = counts_of(call, False)[0] if worth_a_look(decision, call) else None
+    settings = settings_of(active_name())
+    decision = choose(call, settings)
+    counts = counts_of(call, False)[0] if settings.by_tile and worth_a_look(decision, call) else None
     return decision if counts is None else refine(decision, call, counts)
 
 

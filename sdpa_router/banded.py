@@ -111,6 +111,8 @@ def banded_attention(
     out 0 and lse -inf.  floor: the weight that a faded key at the outermost end of its range keeps, over 0 to 1.
     bias: besides, a mask with one row for all queries, as int8_attention() takes it.
     Returns out [B, H, Q, D], or with return_lse (out, lse): lse float32 [B, H, Q], natural logarithm.
+    One launch is for all windows, and for all heads unless their int8 copies would take more than a twentieth of the
+    memory of query, key, value and answer (and over 256 MiB): then a few heads at a time.
     Lists of tiles are made at the first call with these windows and kept; do that before capturing a CUDA graph.
     Raises ValueError for windows out of range or overlapping, UnsupportedError for what the kernel can't do.
 

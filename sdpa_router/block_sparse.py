@@ -111,6 +111,8 @@ def sparse_sm89_attention(
     if q.dim() != 4 or q.shape != k.shape or q.shape != v.shape:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
         raise ValueError(f"q, k and v are {shapes}; accepted: one shape [B, H, S, D]")
+    if not isinstance(mask, torch.Tensor) or not isinstance(vbs, torch.Tensor):
+        raise ValueError(f"mask and vbs are {type(mask).__name__} and {type(vbs).__name__}; accepted: two tensors")
     batch, heads, length, _ = q.shape
     count = length // TILE
     if length != vbs.numel() * TILE or mask.shape != (batch, heads, count, count):

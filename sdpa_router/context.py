@@ -54,6 +54,7 @@ class route(_Region):  # noqa: N801 (used like a function)
     allow_mask_blind: take backends whose rounding depends on what masked keys hold (garbage in padding spoils it).
     max_error: leave out backends whose measured error class is above.
     on_error: "raise" what a backend raises, with the decision attached, or log it and "fallback" to the next one.
+    by_tile: answer masks with a row for each query by their tiles, where that is faster; each is summarised once.
     min_kv and pv are for int8.
 
     Contexts nest, and the inner settings hold. Leaving restores what was there, also after an exception. The switch
@@ -79,10 +80,10 @@ class route(_Region):  # noqa: N801 (used like a function)
         allow_mask_blind: bool = False,
         max_error: float | None = None,
         on_error: str = "raise",
+        by_tile: bool = True,
     ) -> None:
-        super().__init__(
-            _name_of(on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error)
-        )
+        chosen = on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
+        super().__init__(_name_of(*chosen, by_tile))
 
     def __enter__(self) -> None:
         if _compiling():

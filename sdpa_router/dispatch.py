@@ -20,7 +20,7 @@ from .decision import Code, Decision, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
 from .mask_summary import full_view, summarised
 from .recent import latest, remember, with_key_of_size
-from .record import known, logger, sight
+from .record import known, logger, report, sight
 from .settings import settings_of, skipping, skips
 from .sighting import Sighting
 from .traced import traced
@@ -232,6 +232,7 @@ def _by_its_tiles(sighting: Sighting, call: Call) -> Sighting:
     patience = sighting.summaries or 0
     counts, met_before = counts_of(call, patience > 0)
     if counts is None:
+        report(sighting)
         return sighting
     # A mask that is met again gives back what a new one took.
     sighting.summaries = min(PATIENCE, patience + 1) if met_before else patience - 1
@@ -257,6 +258,7 @@ def _answer_under_mode(sighting: Sighting, attention: run.Attention, call: Call)
         reasons = (Reason(Code.FUNCTORCH, "a TorchFunctionMode", "plain calls"),)
         refused = Decision(Route.SDPA, decision.mask, reasons, mask_cast_note(call))
         sighting = sight(("mode", sighting), call, refused, settings)
+    report(sighting)
     sighting.tick()
     if settings.on_unsupported == "raise" and sighting.decision.reasons:
         raise UnsupportedError(sighting.decision)

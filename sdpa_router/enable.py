@@ -34,6 +34,7 @@ def enable(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> None:
     """Run the forward of `module` inside route() with these settings; other modules stay as they are.
 
@@ -54,7 +55,7 @@ def enable(
     """
     check_module("enable", module)
     settings = Settings(
-        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error, by_tile
     )
     outside = replace(settings, on_unsupported="fallback", skip=excluded)
     names = {"on": intern(settings), "off": intern(outside)}

@@ -47,21 +47,32 @@ def sight(key: Hashable, call: Call, decision: Decision, settings: Settings, pha
     sighting = known.get(key)
     if sighting is not None:
         return sighting
-    level, caller = _caller()
+    _, caller = _caller()
     made = Sighting(call, decision, settings, phase, caller)
     with lock:
         if len(known) >= MAX_SIGHTINGS:
             judge_anew()
         sighting = known.setdefault(key, made)
-    if sighting is made:
-        # A call must not fail because it can't be reported, whatever handlers and arguments do.
-        with contextlib.suppress(Exception):
-            if settings.log and logger.isEnabledFor(logging.INFO):
-                logger.info("%s at %s:%s %s (%s)", decision, *caller, made.phase)
-        _write_json({"event": "first"}, made, level + 1)
-        if settings.on_unsupported == "warn" and decision.route is Route.SDPA and decision.reasons:
-            warnings.warn(str(decision), stacklevel=level)
+    if sighting is made and made.summaries is None:
+        report(made)
     return sighting
+
+
+def report(sighting: Sighting) -> None:
+    """Log a first sight, write it down and warn of it, once; where tiles decide, that is known after sight() only."""
+    with lock:
+        if sighting.reported:
+            return
+        sighting.reported = True
+    level, caller = _caller()
+    decision, settings = sighting.decision, sighting.settings
+    # A call must not fail because it can't be reported, whatever handlers and arguments do.
+    with contextlib.suppress(Exception):
+        if settings.log and logger.isEnabledFor(logging.INFO):
+            logger.info("%s at %s:%s %s (%s)", decision, *caller, sighting.phase)
+    _write_json({"event": "first"}, sighting, level + 1)
+    if settings.on_unsupported == "warn" and decision.route is Route.SDPA and decision.reasons:
+        warnings.warn(str(decision), stacklevel=level)
 
 
 def judge_anew() -> None:

@@ -33,6 +33,7 @@ class Settings:
     allow_mask_blind: whether backends are taken whose scales depend on what masked keys hold.
     max_error: the largest error class (the worst relative error that `sdpa-router tune` measured) to take.
     on_error: whether the error of a backend is raised, or the next one answers ("fallback").
+    by_tile: whether masks with a row for each query are answered by tile where that is faster (see by_tile.py).
     """
 
     on_unsupported: str = "fallback"
@@ -45,6 +46,7 @@ class Settings:
     allow_mask_blind: bool = False
     max_error: float | None = None
     on_error: str = "raise"
+    by_tile: bool = True
 
     def __post_init__(self) -> None:
         if self.on_unsupported not in ON_UNSUPPORTED:
@@ -63,6 +65,8 @@ class Settings:
             raise TypeError(f"skip is {self.skip!r}; accepted: None or a function of a Call that is hashable") from None
         if type(self.log) is not bool:
             raise TypeError(f"log is {self.log!r}; accepted: True or False")
+        if type(self.by_tile) is not bool:
+            raise TypeError(f"by_tile is {self.by_tile!r}; accepted: True or False")
         self._check_backends()
 
     def _check_backends(self) -> None:

@@ -24,7 +24,8 @@ class Sighting:
     """A decision, the call that it was made for (as metadata, in no tensor), and how often it was needed."""
 
     __slots__ = (
-        *("as_given", "decision", "direct", "instead", "number", "phase", "refused", "settings", "summaries", "tick"),
+        *("as_given", "decision", "direct", "instead", "number", "phase", "refused", "reported", "settings"),
+        *("summaries", "tick"),
         *("_call", "_caller", "_reads", "_ticks", "_time"),
     )
 
@@ -41,7 +42,9 @@ class Sighting:
         self.number = next(_numbers)
         self.phase = "capture" if phase == "eager" and _capturing() else phase
         # How many masks may still be summarised for calls like this one; None where their tiles don't matter.
-        self.summaries = PATIENCE if phase == "eager" and worth_a_look(decision, call) else None
+        looks = phase == "eager" and settings.by_tile
+        self.summaries = PATIENCE if looks and worth_a_look(decision, call) else None
+        self.reported = False
         self.as_given = decision.route is Route.SDPA and not (decision.notes or refuses) and self.summaries is None
         self._time = time.time()
         self._caller = caller

@@ -19,16 +19,17 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from sdpa_router.kernels.int8_attention.configs import padded_head_dim
 from sdpa_router.kernels.int8_attention.hopper import _shared
 from sdpa_router.kernels.sparse_attention import hopper
+from sdpa_router.kernels.sparse_attention.configs import HOPPER
 
 POINTERS = "Q_SCALE K_NORM ANCHOR LSE_TERM LSE OFFSETS FLOOR".split()
 # Each head_dim, dtype and flag at least once: a compilation takes up to twenty seconds.
 VARIANTS = (
     (128, "bf16", ()),
     (64, "bf16", ("HAS_BIAS", "HAS_FLOOR", "HAS_LSE")),
+    (128, "bf16", ("HAS_BIAS", "HAS_LSE")),
     (128, "fp16", ("HAS_BIAS", "HAS_TABLE", "HAS_LSE")),
     (96, "bf16", ("HAS_MASK", "HAS_FLOOR")),
 )
-FLAGS = ("HAS_BIAS", "HAS_TABLE", "HAS_MASK", "HAS_FLOOR", "HAS_LSE")
 
 
 def variants() -> Iterator[tuple[str, dict, dict]]:
@@ -40,11 +41,13 @@ def variants() -> Iterator[tuple[str, dict, dict]]:
         types = {n: f"tensordesc<{t}{b},{_shared(b, bits[t])!r}>" for n, (t, b) in blocks.items()}
         types |= dict.fromkeys(POINTERS, "*fp32") | {"OUT": f"*{dtype}", "MASK": "*i32", "limit": "fp32"}
         types |= dict.fromkeys("TILES COUNTS BIAS_ROWS BLOCKS".split(), "*i32")
-        types |= integers("M N k_tiles heads group width step_b step_h table_rows s_ob s_oh s_om s_lb s_lh s_lm")
+        types |= integers(
+            "M N k_tiles heads group width step_b step_h table_rows anchors s_ob s_oh s_om s_lb s_lh s_lm"
+        )
         types |= integers("s_bias_b s_bias_h s_mb s_mh s_mq")
-        constants = dict.fromkeys(FLAGS, False) | dict.fromkeys(flags, True)
-        constants |= {"BM": 64, "D": padded, "HEAD_DIM": head_dim, "STAGES": 4, "KIND": dtype}
-        yield " ".join((f"D{head_dim}", dtype, *flags)), types, constants
+        chosen = {flag.lower(): flag in flags for flag in ("HAS_BIAS", "HAS_TABLE", "HAS_FLOOR", "HAS_LSE")}
+        traits = hopper.traits(HOPPER, head_dim, dtype if "HAS_MASK" in flags else "none", **chosen)
+        yield " ".join((f"D{head_dim}", dtype, *flags)), types, {"T": traits}
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sdpa_router import KeyRange, UnsupportedError, Window, banded_attention, int8_attention, video_windows
 from sdpa_router.banded import bias_of
+from sdpa_router.kernels.sparse_attention import configs
 from sdpa_router.testing import banded_window, gaussian, lse_error, relative_error, sdpa_oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,6 +93,29 @@ def test_one_window_is_a_call_with_its_bias():
     out = banded_attention(*inputs, [Window(0, 100, keys)])
     assert torch.allclose(bias_of(Window(0, 100, keys), window.kv_len, device=DEVICE), window.bias)
     assert relative_error(out, int8_attention(*inputs, window.bias)) < BUDGET
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_heads_go_a_few_at_a_time_where_memory_is_short(biased, monkeypatch):
+    windows = video_windows(3, 40, 2, 1, prefix=20)
+    inputs = gaussian(2, 6, 140, 140, 64, kv_heads=3, device=DEVICE)
+    bias = torch.randn(2, 6, 1, 140, device=DEVICE) if biased else None
+    whole = banded_attention(*inputs, windows, bias, return_lse=True)
+    monkeypatch.setattr(configs, "MEMORY_FREE", 0)
+    parts = list(configs.heads_at_a_time(*inputs))
+    assert parts == [(slice(2 * i, 2 * i + 2), slice(i, i + 1)) for i in range(3)]
+    for got, wanted in zip(banded_attention(*inputs, windows, bias, return_lse=True), whole, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_the_memory_besides_a_long_video_is_a_twentieth():
+    query = torch.empty(1, 56, 266_040, 128, dtype=torch.bfloat16, device="meta")
+    parts = list(configs.heads_at_a_time(query, query, query))
+    assert [heads for heads, _ in parts] == [keys for _, keys in parts]
+    assert [index for heads, _ in parts for index in range(heads.start, heads.stop)] == list(range(56))
+    most = max(heads.stop - heads.start for heads, _ in parts)
+    assert most * 266_040 * 2 * (128 + 8) < 0.055 * 4 * query.numel() * 2
+    assert len(list(configs.heads_at_a_time(*[query[:, :, :4096]] * 3))) == 1
 
 
 def test_video_windows_cover_each_row_once_and_end_where_the_video_does():

@@ -211,6 +211,7 @@ def test_the_stand_in_for_fastvideo():
         for wrong in (
             {"mask": tiles[..., :3]},
             {"vbs": sizes[:3]},
+            {"vbs": sizes.tolist()},
             {"k": key[:, :, :128]},
             {"q": query[0]},
             {"int8_qk": False},

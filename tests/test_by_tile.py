@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -137,3 +139,37 @@ def test_where_a_mask_is_not_looked_at(why, summaries, monkeypatch):
         out = routed(query, key, value, mask)
     assert torch.equal(out, F.scaled_dot_product_attention(query, key, value, mask))
     assert summaries == []
+
+
+def test_a_first_warning_tells_what_the_tiles_decided(summaries, monkeypatch):
+    query, key, value = inputs()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        routed(query, key, value, banded(), on_unsupported="warn")
+    assert [str(warning.message) for warning in warned] == []
+    dear = CHEAP._replace(read=3.0)
+    monkeypatch.setattr(by_tile, "ELSEWHERE", dear)
+    monkeypatch.setattr(by_tile, "H200", dear)
+    with pytest.warns(UserWarning, match="tiles: the mask has 12 tiles") as warned:
+        routed(query, key, value, read_everywhere(), on_unsupported="warn")
+    assert len(warned) == 1
+    with torch.inference_mode():
+        unseen = read_everywhere()  # counts no versions, so nothing is remembered of it
+    shorter = query, key[:, :, :199], value[:, :, :199], unseen[:, :199]
+    with pytest.warns(UserWarning, match="full_mask"):
+        routed(*shorter, on_unsupported="warn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        routed(*shorter, on_unsupported="warn")
+
+
+def test_the_route_can_be_turned_off(summaries):
+    query, key, value = inputs()
+    mask = banded()
+    out = routed(query, key, value, mask, by_tile=False)
+    assert torch.equal(out, F.scaled_dot_product_attention(query, key, value, mask))
+    assert summaries == []
+    with sdpa_router.route(min_kv=0, by_tile=False), torch.no_grad():
+        assert [reason.code for reason in sdpa_router.explain(query, key, value, mask).reasons] == [Code.FULL_MASK]
+    with pytest.raises(TypeError, match="by_tile is 1; accepted: True or False"):
+        sdpa_router.route(by_tile=1)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sdpa_router import UnsupportedError, dense_mask_attention, int8_attention
 from sdpa_router.decision import TileCounts
+from sdpa_router.kernels.sparse_attention.configs import in_words
 from sdpa_router.mask_summary import forget, recall, summarised
 from sdpa_router.testing import gaussian, lse_error, relative_error, sdpa_oracle
 
@@ -75,6 +76,22 @@ def test_any_mask(kind, rows, expanded, q_len, kv_len, dtype, transposed, seed):
         assert relative_error(dense_mask_attention(*inputs, mask), exact) < BUDGET
     else:
         check(inputs, mask, dense_mask_attention(*inputs, mask, return_lse=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(190, 304), (129, 16)])
+def test_masks_whose_rows_are_whole_words(dtype, q_len, kv_len):
+    torch.manual_seed(0)
+    inputs = gaussian(1, 2, q_len, kv_len, 64, kv_heads=1, device=DEVICE)
+    if dtype == torch.bfloat16:
+        inputs = tuple(t.bfloat16() for t in inputs)
+    for rows in ((1, 1), (1, 2)):
+        kind = "bool" if dtype == torch.bool else "float"
+        mask = make_mask(kind, rows, q_len, kv_len, torch.float32 if dtype == torch.bool else dtype)
+        assert in_words(mask)
+        check(inputs, mask, dense_mask_attention(*inputs, mask, return_lse=True))
+    assert not in_words(mask[..., 1:])
+    assert not in_words(mask.transpose(2, 3))
 
 
 def test_rows_of_the_lowest_number_are_the_mean_of_the_values():

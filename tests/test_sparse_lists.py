@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 
 from sdpa_router import video_windows
 from sdpa_router.banded import bias_of, flatten
-from sdpa_router.kernels.sparse_attention.lists import Tiles, make_lists, seen_keys
+from sdpa_router.kernels.sparse_attention.key_bias import kept_keys, key_bias
+from sdpa_router.kernels.sparse_attention.lists import Tiles, make_lists
 from sdpa_router.kernels.sparse_attention.windows import plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,7 +90,7 @@ def test_pairs_of_windows_hold_their_tiles_and_biases():
                 rows = found.lists.bias_rows[i, position]
                 assert t < int(found.lists.counts[i, 5]) or rows[: len(tiles)].tolist() == [0] * len(tiles)
                 for tile, row in zip(tiles, rows, strict=False):
-                    got[tile] = found.table[row]
+                    got[tile] = found.table[0, 0, row]
             assert torch.allclose(got.flatten(), bias, atol=1e-5)
     rows = sorted((first, end) for first, end, _ in found.lists.blocks.tolist())
     assert [end for _, end in rows] == sorted(end for _, end in rows)
@@ -98,6 +99,41 @@ def test_pairs_of_windows_hold_their_tiles_and_biases():
 
 def test_keys_that_are_seen():
     keep = torch.tensor([[True, False, False], [False, False, True]], device=DEVICE)[None, None]
-    seen = seen_keys(keep, 150)
-    assert seen.shape == (1, 1, 1, 150)
-    assert seen.flatten().nonzero().flatten().tolist() == [*range(64), *range(128, 150)]
+    kept = kept_keys(keep, None, None)
+    assert kept.shape == (1, 1, 192)
+    assert (kept == 0).flatten().nonzero().flatten().tolist() == [*range(64), *range(128, 192)]
+    bias = torch.zeros(1, 1, 1, 150, device=DEVICE)
+    bias[..., :64] = -1.0e5  # far below the others, but all that the first query tile sees
+    bias[..., 5] = -2.0e5
+    bias[..., 130:140] = -math.inf
+    table = key_bias(bias, 150, bias)
+    for paired in (False, True):
+        kept = kept_keys(keep, table, make_lists(Tiles(keep), table.top, paired=paired))
+        wanted = [n for n in [*range(64), *range(128, 150)] if n != 5 and not 130 <= n < 140]
+        assert (kept == 0).flatten().nonzero().flatten().tolist() == wanted
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+@given(nq=st.integers(1, 5), nk=st.integers(1, 20), density=st.sampled_from([0.2, 0.6, 1.0]), seed=st.integers(0, 999))
+def test_pairs_take_the_largest_bias_of_their_own_tiles_off(nq, nk, density, seed):
+    torch.manual_seed(seed)
+    keep = torch.rand(1, 2, nq, nk, device=DEVICE) < density
+    top = torch.tensor([0.0, 3.0, -9000.0, -1.0e6, math.inf, -math.inf])[torch.randint(0, 6, (1, 2, nk))].to(DEVICE)
+    lists = make_lists(Tiles(keep), top, paired=True)
+    pairs = (nq + 1) // 2
+    for row in range(2 * pairs):
+        head, pair = divmod(row, pairs)
+        for warpgroup in range(min(2, nq - 2 * pair)):
+            seen = torch.where(keep[0, head, 2 * pair + warpgroup], top[0, head], -math.inf)
+            finite = seen[seen.isfinite()]
+            least = float(finite.max()) if len(finite) else 0.0
+            assert lists.anchor[row, warpgroup].tolist() == [least, 1.0]
+            wanted = {
+                t: min(0.0, (v - least) / math.log(2)) for t, v in enumerate(seen.tolist()) if v >= least - 8191.6
+            }
+            found = {}
+            for t, (_, tiles) in enumerate(walk(lists.tiles[row], lists.counts[row], warpgroup)):
+                offsets = lists.offsets[row, warpgroup, t].tolist()
+                found |= dict(zip(tiles, offsets, strict=False))
+                assert offsets[len(tiles) :] == [-math.inf] * (2 - len(tiles))
+            assert found == pytest.approx(wanted, rel=1e-6)

@@ -99,21 +99,23 @@ def quantize(
     *,
     lse: bool,
     per_token: bool = False,
-    as_bias: bool = True,
+    kept: torch.Tensor | None = None,
+    only_shift: bool = False,
 ) -> Quantized:
     """Quantise query [B, H, Lq, D] and key [B, Hkv, Lk, D] (fp16 or bf16, contiguous last axis) for `config`.
 
     attn_mask: None or a per-key mask [1 or B, 1 or H, 1, 1 or Lk], bool (True = keep) or floating (added).
     scale: the softmax scale, of any sign.  lse: whether the term that undoes the key shift in the LSE is wanted.
-    per_token: a scale for each key.  as_bias: False where attn_mask says only which keys make the shift.
+    per_token: a scale for each key.  kept: instead of attn_mask, float32 [1 or B, 1 or H, N], 0 for keys that count and
+    -inf for others; the answer has no bias then.  only_shift: these make the shift, and scales are those of all keys.
     """
-    shifted = _shift(key, attn_mask, config, query.shape[1] // key.shape[1])
-    if not as_bias:
-        shifted = _Shifted(None, None, None, shifted.shift, shifted.rotation, 1)
+    shifted = _shift(key, attn_mask, config, query.shape[1] // key.shape[1], kept)
+    if only_shift:
+        shifted = shifted._replace(bias=None, bias_rows=1)
     k = _empty_key(key, config, per_token, shifted)
     q = _empty_query(query, shifted.shift if lse else None)
     _launch(query, key, q, k, shifted, scale, config, lse=lse, queries=True, keys=True)
-    return join(q, k)
+    return join(q, k if kept is None else k._replace(bias=None))
 
 
 def join(query: QuantizedQuery, key: QuantizedKey) -> Quantized:
@@ -162,13 +164,16 @@ class _Shifted(NamedTuple):
     bias_rows: int
 
 
-def _shift(key: torch.Tensor, attn_mask: torch.Tensor | None, config: Config, group: int) -> _Shifted:
+def _shift(
+    key: torch.Tensor, attn_mask: torch.Tensor | None, config: Config, group: int, kept: torch.Tensor | None = None
+) -> _Shifted:
     batch, kv_heads, kv_len, head_dim = key.shape
     padded = padded_head_dim(head_dim)
     rotated = min(padded, 128)
-    bias, anchor, live, strides, bias_rows = None, None, None, (0, 0), 1
+    bias, anchor, live, strides, bias_rows = kept, None, None, (0, 0), 1
     if attn_mask is not None:
         bias, anchor, live = prepare(attn_mask, kv_len, config)
+    if bias is not None:
         strides = row_strides(bias)
         bias_rows = group if bias.shape[1] > 1 else 1
     shift = empty((batch, kv_heads, padded), torch.float32, key.device)

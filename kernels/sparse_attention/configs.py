@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ..int8_attention.configs import Config, arch_of, padded_head_dim, why_portable
 
-# Even: while their own slots alternate, a warpgroup then meets only its own and common slots again (hopper._await).
+# A power of two, for hopper_ring._in_ring; even, so that a warpgroup meets only its own and common slots again while
+# their own slots alternate (hopper_ring._await).
 _STAGES = 4
 # Pairs of query tiles; keys are quantised by tiles of 64 with four scales each.
 HOPPER = Config(128, 64, 4, _STAGES, True, True)
@@ -45,10 +48,31 @@ def config_of(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | Non
     return portable_config(arch_of(query.device), query.shape[3], mask is not None)
 
 
+# Of the memory of query, key, value and answer, what the int8 copies and the rest may take besides, if over 256 MiB.
+MEMORY_SHARE = 0.05
+MEMORY_FREE = 256 * 2**20
+
+
+def heads_at_a_time(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Split heads [B, H, ..] and their key heads [B, Hkv, ..], so that what a launch needs besides stays small."""
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    group = heads // kv_heads
+    padded = padded_head_dim(head_dim)
+    each = batch * (group * q_len * (padded + 8) + kv_len * (padded + 5))  # with scales, the LSE's term and a bias
+    given = (2 * query.numel() + key.numel() + value.numel()) * query.element_size()
+    most = max(MEMORY_FREE, MEMORY_SHARE * given)
+    parts = -(-kv_heads // max(1, int(most / each)))
+    step = -(-kv_heads // parts)
+    for first in range(0, kv_heads, step):
+        last = min(first + step, kv_heads)
+        yield slice(first * group, last * group), slice(first, last)
+
+
 def in_words(mask: torch.Tensor) -> bool:
     """Whether a dense mask can be read by words: keys lie side by side, and every row starts with whole 16 bytes."""
     size = mask.element_size()
-    rows = all(stride * size % 16 == 0 for stride, n in zip(mask.stride()[:3], mask.shape[:3], strict=True) if n > 1)
+    rows = all(stride * size % 16 == 0 for stride in mask.stride()[:3])
     return rows and mask.stride(3) == 1 and mask.shape[3] % 2 == 0 and mask.data_ptr() % 16 == 0
 
 

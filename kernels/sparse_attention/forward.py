@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 
 from ..int8_attention.configs import Config, padded_head_dim
+from ..int8_attention.launch import launch
 from ..int8_attention.limits import interpreting
 from ..int8_attention.quantize import Quantized
+from .key_bias import row_steps
 from .lists import TILE, Lists
 
 
@@ -44,7 +46,7 @@ def _step(
     k = tl.load(K8 + n[None, :].to(tl.int64) * DP + d[:, None])
     s = tl.dot(q, k).to(tl.float32) * (q_scale * tl.load(K_SCALE + tile))[:, None]
     if HAS_BIAS:
-        s += tl.load(BIAS + tl.arange(0, TILE))[None, :]
+        s += (tl.load(BIAS + tl.arange(0, TILE)) + offset)[None, :]
     if HAS_MASK:
         if offset != offset:
             s += _mask_tile(MASK, rows, n, end, N, s_mq, s_mk, IS_BOOL)
@@ -68,10 +70,10 @@ def _step(
 
 
 # Lengths and head counts are not specialised: no compilation for a length of 1 or of 16 * n.
-@triton.jit(do_not_specialize=["M", "N", "NP", "heads", "group", "width", "step_b", "step_h", "table_rows"])
+@triton.jit(do_not_specialize=["M", "N", "NP", "heads", "group", "width", "step_b", "step_h", "table_rows", "anchors"])
 def _attention(
     Q8, Q_SCALE, K8, K_SCALE, BIAS, ANCHOR, LSE_TERM, V, MASK, OUT, LSE, TILES, COUNTS, OFFSETS, BIAS_ROWS, BLOCKS,
-    M, N, NP, heads, group, width, step_b, step_h, table_rows,
+    M, N, NP, heads, group, width, step_b, step_h, table_rows, anchors,
     s_vb, s_vh, s_vn, s_ob, s_oh, s_om, s_lb, s_lh, s_lm, s_bias_b, s_bias_h, s_mb, s_mh, s_mq, s_mk,
     D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr,
     HAS_MASK: tl.constexpr, IS_BOOL: tl.constexpr, HAS_LSE: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr,
@@ -102,7 +104,7 @@ def _attention(
     if HAS_BIAS:
         bias_row = b.to(tl.int64) * s_bias_b + h * s_bias_h
         BIAS += bias_row * table_rows * TILE
-        ANCHOR += bias_row * 2
+        ANCHOR += (bias_row * anchors + list_row) * 2
         q_scale *= tl.load(ANCHOR + 1)
     MASK += b.to(tl.int64) * s_mb + h.to(tl.int64) * s_mh
     TILES += list_row * width
@@ -118,7 +120,7 @@ def _attention(
         offset = 0.0
         if HAS_TABLE:
             bias_tile = tl.load(BIAS_ROWS + j)
-        if HAS_MASK:
+        elif HAS_BIAS or HAS_MASK:
             offset = tl.load(OFFSETS + j)
         acc, total, top = _step(
             acc, total, top, q, q_scale, rows, tile, offset, K8, K_SCALE, BIAS + bias_tile * TILE, MASK, V, end, N,
@@ -152,7 +154,8 @@ def attention(
 ) -> None:
     """Run the kernel on `quantized` and value [B, Hkv, Lk, D] into `out` [B, H, Lq, D] and `lse` [B, H, Lq] (float32).
 
-    bias: float32 [Bm, Hm, R, 64], a row for each key tile, or for lists with bias_rows any number of rows; or None.
+    bias: float32 [Bm, Hm, R, 64], a row for each key tile, or for lists with bias_rows any number of rows, relative to
+    lists.anchor; or None.
     mask: the dense mask [1 or B, 1 or H, Lq, Lk] that lists with offsets were made of.  No checks here.
     """
     if config.gluon:
@@ -163,15 +166,16 @@ def attention(
     kv_heads, kv_len = value.shape[1:3]
     unused = quantized.query_scale
     blocks = triton.cdiv(q_len, TILE) if lists.blocks is None else lists.blocks.shape[0]
-    _attention[(blocks, batch * heads)](
+    launch(
+        _attention, (blocks, batch * heads),
         quantized.query, quantized.query_scale, quantized.key, quantized.key_scale,
-        *(unused if t is None else t for t in (bias, quantized.anchor, quantized.lse_term)), value,
+        *(unused if t is None else t for t in (bias, lists.anchor, quantized.lse_term)), value,
         *(unused if t is None else t for t in (readable(mask), out, lse)), lists.tiles, lists.counts,
         *(unused if t is None else t for t in (lists.offsets, lists.bias_rows, lists.blocks)),
         q_len, kv_len, quantized.key.shape[2], heads, heads // kv_heads, lists.tiles.shape[1], lists.step_b,
-        lists.step_h, 0 if bias is None else bias.shape[2],
+        lists.step_h, 0 if bias is None else bias.shape[2], lists.anchors,
         *value.stride()[:3], *out.stride()[:3], *(lse.stride() if lse is not None else (0, 0, 0)),
-        *table_strides(bias), *mask_strides(mask),
+        *((0, 0) if bias is None else row_steps(bias)), *mask_strides(mask),
         D=head_dim, DP=padded_head_dim(head_dim), TILE=TILE, HAS_BIAS=bias is not None,
         HAS_TABLE=lists.bias_rows is not None, HAS_MASK=mask is not None,
         IS_BOOL=mask is not None and mask.dtype == torch.bool, HAS_LSE=lse is not None, TAIL=kv_len % TILE != 0,
@@ -182,13 +186,6 @@ def attention(
 def readable(mask: torch.Tensor | None) -> torch.Tensor | None:
     """The mask as Triton reads it: bool as bytes."""
     return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
-
-
-def table_strides(bias: torch.Tensor | None) -> tuple[int, int]:
-    """Tables to step in a bias [Bm, Hm, R, 64] for the next batch and the next head; 0 where they share one."""
-    if bias is None:
-        return 0, 0
-    return (bias.shape[1] if bias.shape[0] > 1 else 0), (1 if bias.shape[1] > 1 else 0)
 
 
 def mask_strides(mask: torch.Tensor | None) -> tuple[int, int, int, int]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..int8_attention.configs import Config
 from ..int8_attention.op import _compile_errors, _empty_out, _without_gradient
-from .configs import config_of, give_up_hopper
+from .configs import config_of, give_up_hopper, heads_at_a_time
 
 if TYPE_CHECKING:
     from ..int8_attention.quantize import Quantized
     from .lists import Lists
+    from .windows import Plan
 
 _LOG = logging.getLogger("sdpa_router.dispatch")
 _LIBRARY = torch.library.Library("sdpa_router", "FRAGMENT")
@@ -28,53 +29,51 @@ _SCHEMAS = {
 
 # What a configuration needs: quantised operands, lists and bias table.
 Work = tuple["Quantized", "Lists", "torch.Tensor | None"]
+Tensors = tuple["torch.Tensor | None", ...]
 
 
-def _run(
+def _into(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
     query: torch.Tensor,
     value: torch.Tensor,
-    return_lse: bool,
+    numbers: Hashable,
+    tensors: Callable[[], Tensors],
     prepare: Callable[[Config], Work],
     mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate the outputs and run what `prepare` makes, once more with the portable kernel if the other can't be."""
+) -> None:
+    """Run what `prepare` makes, once more with the portable kernel if the other can't be compiled.
+
+    numbers and tensors(): all that prepare() depends on, besides out and lse (see launch.replay).
+    """
+    from ..int8_attention.launch import replay
     from .forward import attention
 
-    out, lse = _empty_out(query, return_lse)
-
-    def run(config: Config) -> None:
+    def run() -> None:
+        config = config_of(query, value, mask)
         quantized, lists, bias = prepare(config)
-        attention(quantized, value, lists, config, mask=mask, bias=bias, out=out, lse=lse if return_lse else None)
+        attention(quantized, value, lists, config, mask=mask, bias=bias, out=out, lse=lse)
 
-    config = config_of(query, value, mask)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         try:
-            run(config)
+            replay(numbers, (*tensors(), out, lse), run)
         except _compile_errors() as error:
-            if not config.gluon:
+            if not config_of(query, value, mask).gluon:
                 raise
             _LOG.warning("the portable sparse kernel from now on: %s", give_up_hopper(error))
-            run(config_of(query, value, mask))
-    return out, lse
+            replay(numbers, (*tensors(), out, lse), run)
 
 
 def _scale(query: torch.Tensor, scale: float | None) -> float:
     return 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
 
 
-def _seen(seen: torch.Tensor, attn_mask: torch.Tensor | None) -> torch.Tensor:
-    """The mask that quantisation goes by: a key that no query sees must change neither scales nor the shift."""
-    if attn_mask is None:
-        return seen
-    return seen & attn_mask if attn_mask.dtype == torch.bool else torch.where(seen, attn_mask, -math.inf)
-
-
-def _forget_unseen(key_norm: torch.Tensor, seen: torch.Tensor) -> None:
-    """Let tiles of keys that no query sees, `seen` [1 or B, 1 or H, nk], have no norm: key_norm [B, Hkv, nk]."""
-    kv_heads = key_norm.shape[1]
-    if seen.shape[1] not in (1, kv_heads):
-        seen = seen.unflatten(1, (kv_heads, -1)).any(2)
-    key_norm.masked_fill_(~seen, 0.0)
+def _own_rows(tiles: torch.Tensor) -> torch.Tensor:
+    """The batches and heads of [B, H, nq, nk] that lie in memory of their own."""
+    for axis in (0, 1):
+        if tiles.stride(axis) == 0 and tiles.shape[axis] > 1:
+            tiles = tiles.narrow(axis, 0, 1)
+    return tiles
 
 
 def _block_sparse_attention(
@@ -86,22 +85,32 @@ def _block_sparse_attention(
     scale: float | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    keep, softmax_scale = _own_rows(tile_mask), _scale(query, scale)
+
     def prepare(config: Config) -> Work:
         from ..int8_attention.quantize import quantize
-        from .lists import TILE, Tiles, make_lists, seen_keys, tile_tops
+        from .key_bias import forget_unseen, kept_keys, key_bias
+        from .lists import TILE, Tiles, make_lists
 
-        seen = seen_keys(tile_mask, key.shape[2])
         # Without a mask of the user's, a bias is needed for the padding of a last tile only.
-        biased = attn_mask is not None or key.shape[2] % TILE != 0
-        mask = _seen(seen, attn_mask)
-        quantized = quantize(query, key, mask, _scale(query, scale), config, lse=return_lse, as_bias=biased)
-        bias = quantized.bias
-        if bias is None and quantized.key_norm is not None:
-            _forget_unseen(quantized.key_norm, seen[:, :, 0, ::TILE])
-        lists = make_lists(Tiles(tile_mask), None if bias is None else tile_tops(bias), paired=config.gluon)
-        return quantized, lists, None if bias is None else bias.view(*bias.shape[:2], -1, TILE)
+        if attn_mask is None and key.shape[2] % TILE == 0:
+            kept = kept_keys(keep, None, None)
+            quantized = quantize(
+                query, key, None, softmax_scale, config, lse=return_lse, kept=kept, only_shift=True
+            )  # fmt: skip
+            if quantized.key_norm is not None:
+                forget_unseen(quantized.key_norm, kept)
+            return quantized, make_lists(Tiles(keep), None, paired=config.gluon), None
+        bias = key_bias(attn_mask, key.shape[2], query)
+        lists = make_lists(Tiles(keep), bias.top, paired=config.gluon)
+        kept = kept_keys(keep, bias, lists)
+        quantized = quantize(query, key, None, softmax_scale, config, lse=return_lse, kept=kept)
+        return quantized, lists, bias.table
 
-    return _run(query, value, return_lse, prepare)
+    out, lse = _empty_out(query, return_lse)
+    given = (query, key, value, keep, attn_mask)
+    _into(out, lse if return_lse else None, query, value, ("block sparse", softmax_scale), lambda: given, prepare)
+    return out, lse
 
 
 def _banded_attention(
@@ -114,22 +123,52 @@ def _banded_attention(
     scale: float | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _empty_out(query, return_lse)
+    for heads, kv_heads in heads_at_a_time(query, key, value):
+        some = attn_mask if attn_mask is None or attn_mask.shape[1] == 1 else attn_mask[:, heads]
+        part = query[:, heads], key[:, kv_heads], value[:, kv_heads], some
+        into = out[:, heads], lse[:, heads] if return_lse else None
+        _windows_of_heads(*part, tuple(windows), floor, _scale(query, scale), *into)
+    return out, lse
+
+
+def _windows_of_heads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    windows: tuple[int, ...],
+    floor: float,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Attend windows into out and lse, all of them in one launch."""
+
+    def planned() -> Plan:
+        from .windows import plan
+
+        return plan(
+            windows, floor, query.shape[2], key.shape[2], own_rows=attn_mask is not None,
+            paired=config_of(query, value).gluon, device=query.device,
+        )  # fmt: skip
+
+    def tensors() -> Tensors:
+        lists, table, row_of, kept = planned()
+        given = (query, key, value, attn_mask, table, row_of, kept, lists.tiles, lists.counts, lists.bias_rows)
+        return (*given, lists.blocks, *((lists.floor, lists.anchor) if attn_mask is None else ()))
+
     def prepare(config: Config) -> Work:
         from ..int8_attention.quantize import quantize
-        from .windows import plan, with_bias
+        from .window_bias import with_bias
 
-        found = plan(
-            tuple(windows), floor, query.shape[2], key.shape[2],
-            own_rows=attn_mask is not None, paired=config.gluon, device=query.device,
-        )  # fmt: skip
-        mask = attn_mask if found.seen is None else _seen(found.seen, attn_mask)
-        quantized = quantize(query, key, mask, _scale(query, scale), config, lse=return_lse)
-        if attn_mask is None or quantized.bias is None:
-            return quantized._replace(anchor=found.anchor), found.lists, found.table[None, None]
-        lists, table = with_bias(found, quantized.bias)
-        return quantized, lists, table
+        found = planned()
+        lists, table, kept = found.lists, found.table, found.kept
+        if attn_mask is not None:
+            lists, table, kept = with_bias(found, attn_mask, key.shape[2])
+        return quantize(query, key, None, scale, config, lse=lse is not None, kept=kept), lists, table
 
-    return _run(query, value, return_lse, prepare)
+    _into(out, lse, query, value, ("banded", scale), tensors, prepare)
 
 
 def _tiled_mask_attention(
@@ -144,14 +183,20 @@ def _tiled_mask_attention(
     scale: float | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    softmax_scale = _scale(query, scale)
+
     def prepare(config: Config) -> Work:
         from ..int8_attention.quantize import quantize
         from .lists import Tiles, make_lists
 
-        quantized = quantize(query, key, seen, _scale(query, scale), config, lse=return_lse)
+        quantized = quantize(query, key, seen, softmax_scale, config, lse=return_lse)
         return quantized, make_lists(Tiles(None, low, high, floor), None, paired=config.gluon), None
 
-    return _run(query, value, return_lse, prepare, attn_mask)
+    out, lse = _empty_out(query, return_lse)
+    given = (query, key, value, attn_mask, low, high, floor, seen)
+    into = lse if return_lse else None
+    _into(out, into, query, value, ("tiled mask", softmax_scale), lambda: given, prepare, attn_mask)
+    return out, lse
 
 
 def _fake(query: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:

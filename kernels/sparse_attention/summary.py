@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from .forward import mask_strides, readable
-from .lists import NEGLIGIBLE, TILE
+from .list_kernels import NEGLIGIBLE
+from .lists import TILE
 
 _WIDE = 2  # key tiles that a step of a program reads
 

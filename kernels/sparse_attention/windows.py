@@ -25,17 +25,15 @@ class Range(NamedTuple):
 class Plan(NamedTuple):
     """Lists of windows, and what their bias table is made of.
 
-    table: float32 [R, 64], log2 units; row 0 is 0 everywhere, row 1 -inf.  tile_of: int64 [R], the key tile of a row.
-    rows_of: int64 [L, W], the rows of each list, padded with row 1.  anchor: float32 [1, 1, 2], nothing subtracted.
-    seen: bool [1, 1, 1, K], which keys lie in a window; None if all do.
+    table: float32 [1, 1, R, 64], log2 units; row 0 is 0 everywhere, row 1 -inf.  row_of: int32 [L, nk], the row of the
+    table that list l has for each key tile, -1 for none; with own_rows alone, else None.
+    kept: float32 [1, 1, N], 0 for keys that lie in a window and -inf for others; None if all do, or with own_rows.
     """
 
     lists: Lists
     table: torch.Tensor
-    tile_of: torch.Tensor
-    rows_of: torch.Tensor
-    anchor: torch.Tensor
-    seen: torch.Tensor | None
+    row_of: torch.Tensor | None
+    kept: torch.Tensor | None
 
 
 def parse(windows: tuple[int, ...]) -> list[tuple[int, int, list[Range]]]:
@@ -66,33 +64,32 @@ def plan(
     paired: for the Hopper kernel.
     """
     parsed = parse(windows)
-    tables, tiles_of, entries = [torch.zeros(1, TILE), torch.full((1, TILE), -math.inf)], [0, 0], []
-    rows = 2
-    for _, _, ranges in parsed:
+    tables, entries, rows = [torch.zeros(1, TILE), torch.full((1, TILE), -math.inf)], [], 2
+    row_of = torch.full((len(parsed) + 1, -(-kv_len // TILE)), -1, dtype=torch.int32)
+    for i, (_, _, ranges) in enumerate(parsed):
         tiles, biases = _tiles(ranges, floor)
         own = torch.ones(len(tiles), dtype=torch.bool) if own_rows else (biases != 0).any(1)
         at = torch.zeros(len(tiles), dtype=torch.int64)
         at[own] = rows + torch.arange(int(own.sum()))
         rows += int(own.sum())
         tables.append(biases[own])
-        tiles_of += tiles[own].tolist()
+        row_of[i, tiles] = at.int()
         order = (at == 0).to(torch.int8).argsort(stable=True)  # what needs the table comes first
         entries.append((tiles[order], at[order], biases.max().item()))
     entries.append((torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), 0.0))
     blocks = _blocks(parsed, q_len, 2 * TILE if paired else TILE)
     lists = _lists(entries, torch.tensor(blocks, dtype=torch.int32), paired)
-    width = max(len(at) for _, at, _ in entries)
-    padded = torch.ones(len(entries), max(1, width), dtype=torch.int64)
-    for i, (_, at, _) in enumerate(entries):
-        padded[i, : len(at)] = at
     parts: list[Any] = [part.to(device) if isinstance(part, torch.Tensor) else part for part in lists]
-    anchor = torch.tensor([[[0.0, 1.0]]], device=device)
-    table = torch.cat(tables).to(device)
-    seen = torch.zeros(1, 1, 1, kv_len, dtype=torch.bool)
+    kept = torch.full((1, 1, row_of.shape[1] * TILE), -math.inf)
     for start, stop, _, _ in (r for _, _, ranges in parsed for r in ranges):
-        seen[..., start:stop] = True
-    some = None if bool(seen.all()) else seen.to(device)
-    return Plan(Lists(*parts), table, torch.tensor(tiles_of, device=device), padded.to(device), anchor, some)
+        kept[..., start:stop] = 0.0
+    some = own_rows or bool((kept[..., :kv_len] == 0).all())
+    return Plan(
+        Lists(*parts),
+        torch.cat(tables)[None, None].to(device),
+        row_of.to(device) if own_rows else None,
+        None if some else kept.to(device),
+    )
 
 
 def _tiles(ranges: list[Range], floor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +132,8 @@ def _lists(entries: list[tuple[torch.Tensor, torch.Tensor, float]], blocks: torc
         bias_rows = torch.zeros(len(entries), width, dtype=torch.int32)
         for i, (its_tiles, at, _) in enumerate(entries):
             tiles[i, : len(at)], bias_rows[i, : len(at)] = its_tiles, at
-        return Lists(tiles, counts, None, bias_rows, None, blocks, 0, 0, False)
+        anchor = torch.tensor([0.0, 1.0]).repeat(len(entries), 1)
+        return Lists(tiles, counts, None, bias_rows, None, anchor, 0, blocks, 0, 0, False)
     slots = (counts + 1) // 2
     tiles = torch.full((len(entries), width // 2 + 3, 4), -1, dtype=torch.int32)
     bias_rows = torch.ones(len(entries), width // 2 + 3, 2, dtype=torch.int32)
@@ -155,15 +153,5 @@ def _lists(entries: list[tuple[torch.Tensor, torch.Tensor, float]], blocks: torc
     counted[:, 3:5] = (counts % 2)[:, None]
     counted[:, 5] = torch.tensor([(int((at != 0).sum()) + 1) // 2 for _, at, _ in entries])
     floor = torch.tensor([[top, top] for _, _, top in entries])
-    return Lists(tiles, counted, None, bias_rows, floor, blocks, 0, 0, True)
-
-
-def with_bias(found: Plan, bias: torch.Tensor) -> tuple[Lists, torch.Tensor]:
-    """Lists and table [Bm, Hm, R, 64] of a plan with own_rows whose keys have a bias [Bm, Hm, N] besides."""
-    tiles = bias.view(*bias.shape[:2], -1, TILE)
-    table = found.table + tiles[:, :, found.tile_of]
-    lists = found.lists
-    if lists.floor is not None:
-        top = table.amax(3)[:, :, found.rows_of].amax(3).amin((0, 1))
-        lists = lists._replace(floor=top[:, None].expand(-1, 2).contiguous())
-    return lists, table
+    anchor = torch.tensor([0.0, 1.0]).repeat(len(entries), 2, 1)
+    return Lists(tiles, counted, None, bias_rows, floor, anchor, 0, blocks, 0, 0, True)

@@ -38,6 +38,7 @@ def attention_function(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> Attention:
     """Make an attention function with ComfyUI's signature; the settings are those of route().
 
@@ -48,7 +49,7 @@ def attention_function(
     Raises ImportError where there is no ComfyUI, or one that can't be served.
     """
     settings = Settings(
-        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error, by_tile
     )
     return _attention_function(settings)
 
@@ -65,6 +66,7 @@ def register(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> None:
     """Put attention_function() among ComfyUI's attention functions as "sdpa_router", where other nodes can choose it.
 
@@ -72,7 +74,7 @@ def register(
     """
     comfy = _comfy_attention()
     settings = Settings(
-        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error, by_tile
     )
     comfy.REGISTERED_ATTENTION_FUNCTIONS.pop(NAME, None)
     comfy.register_attention_function(NAME, comfy.wrap_attn(_attention_function(settings)))
@@ -96,6 +98,7 @@ def patch_model(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> Any:
     """Return a clone of a ComfyUI model (a ModelPatcher) whose attention is routed; `model` itself stays as it is.
 
@@ -106,7 +109,7 @@ def patch_model(
     if not callable(getattr(model, "clone", None)) or not isinstance(getattr(model, "model_options", None), dict):
         raise TypeError(f"given {type(model).__name__}; accepted: a ComfyUI model (ModelPatcher)")
     settings = Settings(
-        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error, by_tile
     )
     attention = _attention_function(settings)
     patched = model.clone()

@@ -42,6 +42,7 @@ def register(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> None:
     """Make "sdpa_router" a name for set_attention_backend() and attention_backend(); the settings are those of route().
 
@@ -59,7 +60,7 @@ def register(
     """
     global _registered
     settings = Settings(
-        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error, by_tile
     )
     parts = _parts()
     if NAME not in parts.names._value2member_map_:
@@ -94,6 +95,7 @@ def patch(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> None:
     """Run every diffusers model inside route() with these settings, future ones too; autoencoders stay native.
 
@@ -103,7 +105,7 @@ def patch(
     """
     global _patched
     settings = Settings(
-        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error, by_tile
     )
     model = _parts().model
     if model.__call__ is not _routed_call:

@@ -36,6 +36,7 @@ def register(
     allow_mask_blind: bool = False,
     max_error: float | None = None,
     on_error: str = "raise",
+    by_tile: bool = True,
 ) -> None:
     """Make attn_implementation="sdpa_router" known to transformers; the settings are those of route().
 
@@ -49,7 +50,7 @@ def register(
     >>> model = AutoModel.from_pretrained(path, attn_implementation="sdpa_router")
     """
     settings = Settings(
-        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error
+        on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error, by_tile
     )
     parts = _parts()
     parts.attention_interface.register(NAME, _attention(intern(settings), parts.sdpa_attention_forward))
