@@ -75,11 +75,10 @@ def enable(
     for path in sorted(wrapped, key=lambda path: wrapped[path] == "off"):
         _wrap(module.get_submodule(path), names[wrapped[path]], path)
     _fuse_qk(module, fuse_qk, log)
-    parallel = any(hasattr(getattr(part, "processor", None), "_parallel_config") for part in module.modules())
-    if parallel and "diffusers.models.attention_dispatch" in sys.modules:
+    if _of_diffusers(module):
         from .integrations.diffusers_parallel import serve_torch_backends
 
-        serve_torch_backends()
+        serve_torch_backends(module)
 
 
 def disable(module: torch.nn.Module) -> None:
@@ -92,6 +91,16 @@ def disable(module: torch.nn.Module) -> None:
     for path, scope in _scopes_set_by(module):
         _unwrap(module.get_submodule(path), scope)
     _fuse_qk(module, False, False)
+    if _of_diffusers(module):
+        from .integrations.diffusers_parallel import release_torch_backends
+
+        release_torch_backends(module)
+
+
+def _of_diffusers(module: torch.nn.Module) -> bool:
+    """Whether `module` has attention processors that diffusers' context parallelism knows."""
+    loaded = "diffusers.models.attention_dispatch" in sys.modules
+    return loaded and any(hasattr(getattr(part, "processor", None), "_parallel_config") for part in module.modules())
 
 
 def _fuse_qk(module: torch.nn.Module, on: bool, log: bool) -> None:

@@ -40,6 +40,7 @@ OTHERS = {
     "allow_mask_blind": True,
     "max_error": 0.5,
     "on_error": "fallback",
+    "by_tile": False,
 }
 
 

@@ -7,6 +7,7 @@ under the ring goes another way: diffusers would apply one shard's mask to all s
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -198,18 +199,41 @@ def _ring_with_mask(arguments: Arguments, parallel: Any) -> Any:
     return (answer, lse.permute(0, 2, 1).contiguous()) if arguments.return_lse else answer
 
 
-def serve_torch_backends() -> None:
-    """Let enabled modules and patched models have the router under context parallelism too.
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    There diffusers' "native" backend has no ring, and the others of torch call operators that are not SDPA. A wrapper
-    in diffusers' table of backends passes through wherever the router is not on, and without context parallelism.
+
+def serve_torch_backends(user: object) -> None:
+    """Let the router be asked under context parallelism too until `user`, a module or class, is released or gone.
+
+    There diffusers' "native" backend has no ring, and the others of torch call operators that are not SDPA. Meanwhile a
+    wrapper in diffusers' table of backends passes through wherever the router is not on, and without context
+    parallelism. Nothing happens without a process group, which context parallelism needs.
     """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
     from .diffusers import torch_backends
 
+    weakref.finalize(user, _restore_if_unused).atexit = False
+    _users.add(user)
     registry, ours = torch_backends()
     for name, backend in list(registry.items()):
         if name.value in _TORCH and original_of(backend) is backend:
             registry[name] = _served(backend, ours, name.value == "native")
+
+
+def release_torch_backends(user: object) -> None:
+    """Undo serve_torch_backends(user): after the last user diffusers' table is as it was."""
+    if user in _users:
+        _users.remove(user)
+        _restore_if_unused()
+
+
+def _restore_if_unused() -> None:
+    from .diffusers import torch_backends
+
+    if not _users:
+        registry, _ = torch_backends()
+        registry.update({name: original_of(backend) for name, backend in registry.items()})
 
 
 def original_of(backend: Attend) -> Attend:
