@@ -97,7 +97,8 @@ def _rotated(
     inside = (rows < end - row)[:, None] & (cols < D)[None, :]
     # Eights apart, so that a thread needs no register for each of its rows.
     X += row.to(tl.int64) * s_l + (rows % 8)[:, None].to(tl.int64) * s_l + cols[None, :]
-    x = tl.load(X + (rows // 8)[:, None] * (8 * s_l.to(tl.int64)), mask=inside, other=0)
+    eighth = tl.full([], 8, tl.int64) * s_l  # a stride of 1 is a plain number to Triton
+    x = tl.load(X + (rows // 8)[:, None] * eighth, mask=inside, other=0)
     return _rotate(x.to(tl.float32) if UPCAST else x, rotation, ROWS, DP, B)
 
 
