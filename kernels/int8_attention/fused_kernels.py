@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .bias import _kept
 from .fused_parts import _angles, _normed_and_rotated, _row_peaks, _store_keys, _store_queries, _tile, _weights_of_rows
-from .quantize_kernels import _hadamard, _rotate
+from .quantize_kernels import _finite, _hadamard, _rotate
 
 
 @triton.jit(do_not_specialize=["N", "NP", "split", "heads", "bias_rows"])
@@ -58,8 +58,8 @@ def _rope_key_shift(
         )  # fmt: skip
         rstd = tl.where(keep[None, :], rstd, 0.0)[:, :, None]
         count = tl.sum(keep.to(tl.float32), 0)
-        first = tl.sum((x * rstd).reshape([ROWS, HALF]), 0)
-        second = tl.sum((y * rstd).reshape([ROWS, HALF]), 0)
+        first = tl.sum(_finite(x * rstd).reshape([ROWS, HALF]), 0)
+        second = tl.sum(_finite(y * rstd).reshape([ROWS, HALF]), 0)
         rows = start + i
         start += ROWS
     scale = 1.0 / tl.maximum(count, 1.0)
