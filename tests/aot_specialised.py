@@ -1,7 +1,7 @@
 """Trace every kernel as Triton specialises it for a stride of 1 and for strides past 32 bits; print what fails.
 
-Run as a program, in a process of its own: `python aot_specialised.py`. TRITON_INTERPRET must be off there. A stride that
-is 1 is a plain number inside of a kernel, and no tensor as every other one. Nothing is compiled, which takes seconds.
+Run as a program, in a process of its own: `python aot_specialised.py`. TRITON_INTERPRET must be off there. A stride
+that is 1 is a plain number inside of a kernel, and no tensor as every other one. Nothing is compiled: it takes seconds.
 """
 
 from __future__ import annotations

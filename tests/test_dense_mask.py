@@ -182,6 +182,19 @@ def test_a_summary_is_made_once_for_a_mask_and_again_when_it_changes():
     assert len(mask_summary._known) == 1
 
 
+def test_each_stream_and_each_graph_makes_a_summary_of_its_own(monkeypatch):
+    """Nothing waits for another stream; and a graph that is replayed after a write finds out what the mask holds."""
+    from sdpa_router import mask_summary
+
+    mask = torch.ones(64, 64, dtype=torch.bool, device=DEVICE)
+    summaries = []
+    for stream in (7, 7, 8, None, None, 7):  # None: under capture
+        monkeypatch.setattr(mask_summary, "stream_of", lambda device, stream=stream: stream)
+        summaries.append(summarised(mask))
+    assert summaries[0] is summaries[1] is summaries[5]
+    assert len(set(map(id, summaries))) == 4
+
+
 def test_masks_made_in_inference_mode_are_not_remembered():
     with torch.inference_mode():
         mask = torch.ones(64, 64, dtype=torch.bool, device=DEVICE)
