@@ -74,6 +74,14 @@ def test_pairs_hold_the_tiles_of_both(nq, nk, density, masked, seed):
         assert all((users[position] == {0, 1}) == (position < shared) for position in users)
 
 
+def test_biases_over_0_are_in_what_bounds_the_scores():
+    """Where that is small the kernel takes no maximum: exp2(score + bias) must not leave float16."""
+    high = torch.tensor([[[[9.0, 0.0], [-3.0, -math.inf], [math.inf, 1.0]]]], device=DEVICE)
+    floor = torch.tensor([[[2.0, -7.0, 0.0]]], device=DEVICE)
+    lists = make_lists(Tiles(None, high, high, floor), None, paired=True)
+    assert lists.floor.tolist() == [[-9.0, -7.0], [-math.inf, 0.0]]
+
+
 def test_pairs_of_windows_hold_their_tiles_and_biases():
     windows = video_windows(5, 70, 2, 1, prefix=45)
     total = 45 + 5 * 70

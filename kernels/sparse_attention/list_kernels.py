@@ -76,6 +76,12 @@ def _least(KEEP, FLOOR, TOP, nk, s_k, FROM_MASK: tl.constexpr, HAS_TOP: tl.const
 
 
 @triton.jit
+def _highest(HIGH, t, visited):
+    """The largest bias of tiles `t`, where they are visited."""
+    return tl.max(tl.load(HIGH + t, mask=visited, other=float("-inf")), 0)
+
+
+@triton.jit
 def _store_anchor(ANCHOR, least):
     """What is added to the LSE of a list, and 0 where it absorbs every score in float32, else 1."""
     tl.store(ANCHOR, least)
@@ -166,6 +172,8 @@ def _make_pairs(
     common = tl.full([], 0, tl.int32)
     own_a = tl.full([], 0, tl.int32)
     own_b = tl.full([], 0, tl.int32)
+    high_a = tl.full([], float("-inf"), tl.float32)
+    high_b = tl.full([], float("-inf"), tl.float32)
     for start in range(0, nk, BLOCK):
         t = start + tl.arange(0, BLOCK)
         a, _ = _entry(KEEP, LOW, HIGH, TOP, least_a, t, t < nk, s_k, FROM_MASK, HAS_TOP)
@@ -177,6 +185,9 @@ def _make_pairs(
         common += tl.sum(both_see, 0)
         own_a += tl.sum(a.to(tl.int32) - both_see, 0)
         own_b += tl.sum(c.to(tl.int32) - both_see, 0)
+        if FROM_MASK:
+            high_a = tl.maximum(high_a, _highest(HIGH, t, a))
+            high_b = tl.maximum(high_b, _highest(HIGH + step * nk, t, c))
     shared = common // 2
     own_a += common % 2  # a common tile without a partner goes to both as their own
     own_b += common % 2
@@ -192,8 +203,9 @@ def _make_pairs(
         _store_anchor(ANCHOR + row * 4, least_a)
         _store_anchor(ANCHOR + row * 4 + 2, least_b)
     if FROM_MASK:
-        tl.store(LEAST + row * 2, least_a)
-        tl.store(LEAST + row * 2 + 1, least_b)
+        # Scores are bounded on both sides: a bias over 0 counts like one as far under it.
+        tl.store(LEAST + row * 2, tl.minimum(least_a, -high_a))
+        tl.store(LEAST + row * 2 + 1, tl.minimum(least_b, -high_b))
     two = tl.arange(0, 2)
     none = tl.full([2], -1, tl.int32)
     start_a = _position(0, 0, shared, both)
