@@ -150,6 +150,15 @@ def test_a_mask_of_outer_product():
     assert counts == TileCounts(kept=4 + 1, constant=0, mixed=5, skipped=7 + 15)
 
 
+@pytest.mark.parametrize("pair", [(1.9e38, 2.1e38), (-2.1e38, -1.9e38), (-3.4e38, -3.3e38), (0.9e38, 1.1e38)])
+def test_biases_near_the_end_of_float32_keep_their_order(pair):
+    inputs = gaussian(1, 1, 64, 130, 64, device=DEVICE)
+    mask = torch.tensor(pair, device=DEVICE)[torch.randint(0, 2, (64, 130), device=DEVICE)]
+    weights = (mask == mask.max()).float()
+    means = weights @ inputs[2][0, 0].float() / weights.sum(1, keepdim=True)  # such biases absorb the scores
+    assert relative_error(dense_mask_attention(*inputs, mask)[0, 0], means) < BUDGET
+
+
 def test_counts_are_of_the_tiles():
     mask = torch.zeros(128, 256, device=DEVICE)
     mask[:64, :64] = 3.5

@@ -18,6 +18,15 @@ _NO_SCAN = tl.constexpr(interpreting() and tuple(map(int, triton.__version__.spl
 
 
 @triton.jit
+def _in_log2(x):
+    """Biases times log2(e), and less of what is over 1e38: finite ones stay finite, and in their order.
+
+    A row of finfo.min everywhere is the mean of the values, not an empty row.
+    """
+    return x * 0.75 + tl.minimum(tl.maximum(x * 0.6926950408889634, -6.926950408889634e37), 6.926950408889634e37)
+
+
+@triton.jit
 def _before(one, BLOCK: tl.constexpr):
     """How many of the ones in one [BLOCK] come before each."""
     if _NO_SCAN:
