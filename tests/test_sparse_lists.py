@@ -121,6 +121,15 @@ def test_keys_that_are_seen():
         assert (kept == 0).flatten().nonzero().flatten().tolist() == wanted
 
 
+def test_tiles_whose_rows_lie_past_2_to_the_31():
+    """Each stride fits 32 bits, and a row times it does not; of the memory only what is written is touched."""
+    stride = 1_200_000_000
+    keep = torch.empty(2 * stride + 2, dtype=torch.bool, device=DEVICE).as_strided((1, 1, 3, 2), (0, 0, stride, 1))
+    keep[:] = torch.tensor([[False, False], [False, False], [False, True]], device=DEVICE)
+    assert (kept_keys(keep, None, None) == 0).flatten().nonzero().flatten().tolist() == [*range(64, 128)]
+    assert make_lists(Tiles(keep), None, paired=False).counts.tolist() == [0, 0, 1]
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(nq=st.integers(1, 5), nk=st.integers(1, 20), density=st.sampled_from([0.2, 0.6, 1.0]), seed=st.integers(0, 999))
 def test_pairs_take_the_largest_bias_of_their_own_tiles_off(nq, nk, density, seed):
