@@ -71,6 +71,8 @@ def kernel_against(call: Call, pv: str, precision: str) -> Iterator[Reason]:
     """Yield every reason why the int8 kernel can't answer `call` exactly as torch would, int8 rounding aside."""
     yield from _modes(call, pv, precision)
     yield from call_against(call, INT8_LIMITS, _unavailable)
+    if is_regular(call) and call.query.shape[0] * call.query.shape[1] > LIMITS.max_heads:
+        yield Reason(Code.SHAPE, tuple(call.query.shape[:2]), f"at most {LIMITS.max_heads} heads of all batches")
 
 
 def call_against(

@@ -1,7 +1,8 @@
 """Dense masks by tile: a mask is summarised once, and attention then reads only the tiles that must be read.
 
 A summary belongs to a piece of memory: its storage, offset, shape, strides, dtype and version, so that views made anew
-for each layer share it and a mask that was written to is summarised again. It lives as long as the mask's storage.
+for each layer share it and a mask that was written to is summarised again. It lives as long as the mask's storage. It
+belongs to a stream, too, for nothing waits for what another stream still has to do; a CUDA graph makes its own.
 """
 
 from __future__ import annotations
@@ -56,13 +57,26 @@ def full_view(mask: torch.Tensor, kv_len: int) -> torch.Tensor:
     return view if view.shape[3] == kv_len else view.expand(-1, -1, -1, kv_len)
 
 
+def stream_of(device: torch.device) -> int | None:
+    """Return what tells the current stream of a device; None while it is captured.
+
+    A graph that is replayed after a write to the mask must find out again, and what it finds is there in replays only.
+    """
+    if device.type != "cuda":
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return torch.cuda.current_stream(device).cuda_stream
+
+
 def _identity(mask: torch.Tensor) -> Hashable | None:
-    """What tells a mask's memory and state; None where writes to it leave no trace."""
-    if mask.is_inference():
-        return None  # such tensors count no versions
+    """What tells a mask's memory and state, and the stream; None where writes to it leave no trace, or come later."""
+    stream = None if mask.is_inference() else stream_of(mask.device)
+    if stream is None:
+        return None  # tensors of inference mode count no versions
     storage: Any = mask.untyped_storage()
     return (
-        storage._cdata, mask.storage_offset(), tuple(mask.shape), mask.stride(), mask.dtype, mask._version,
+        storage._cdata, mask.storage_offset(), tuple(mask.shape), mask.stride(), mask.dtype, mask._version, stream,
     )  # fmt: skip
 
 

@@ -63,6 +63,8 @@ def quantize_qk(
 ) -> QuantizedQK:
     """Quantise query and key as int8_attention() does, to be called any number of times: to the same bits.
 
+    Except for is_causal with more keys than queries: that is not known yet, and the keys that no query sees count here.
+
     query [B, H, Q, D], key [B, Hkv, K, D], attn_mask, scale and enable_gqa as int8_attention() takes them; no reference
     to query and key is kept.  lse: whether the LSE will be asked for.  precision: as in int8_attention().
     value: [B, Hkv, K, D] to be quantised to e4m3 too; the attention then takes no value and computes P @ V in fp8.

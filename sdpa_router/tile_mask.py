@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from .mask_summary import stream_of
+
 TILE = 64
 
-# Tile masks of BlockMask objects that are alive, and the versions that their tensors had.
-_converted: dict[int, tuple[weakref.ref[Any], tuple[int, ...], torch.Tensor]] = {}
+# Tile masks of BlockMask objects that are alive, the versions that their tensors had, and the stream that made them.
+_converted: dict[int, tuple[weakref.ref[Any], tuple[int, ...], int, torch.Tensor]] = {}
 
 
 def tile_mask(
@@ -98,9 +100,10 @@ def _of_flex(block_mask: Any, q_len: int, kv_len: int) -> torch.Tensor:
             f"{-(-kv_len // size[0])}, for {q_len} queries and {kv_len} keys"
         )
     versions = _versions(block_mask)
-    kept = _converted.get(id(block_mask))
-    if kept is not None and kept[0]() is block_mask and kept[1] == versions:
-        return kept[2]
+    kept, stream = _converted.get(id(block_mask)), stream_of(counts.device)
+    # While a stream is captured counts can't be read; all that was launched before the capture is done then.
+    if kept is not None and kept[0]() is block_mask and kept[1] == versions and stream in (kept[2], None):
+        return kept[3]
     name = getattr(block_mask.mask_mod, "__name__", "mask_mod")
     if name != "noop_mask" and bool((counts > 0).any()):
         raise ValueError(
@@ -115,8 +118,9 @@ def _of_flex(block_mask: Any, q_len: int, kv_len: int) -> torch.Tensor:
         )
         blocks = blocks | full
     number = id(block_mask)
-    if versions:
-        _converted[number] = (weakref.ref(block_mask, lambda _: _converted.pop(number, None)), versions, blocks)
+    if versions and stream is not None:
+        kept_alive = weakref.ref(block_mask, lambda _: _converted.pop(number, None))
+        _converted[number] = (kept_alive, versions, stream, blocks)
     return blocks
 
 

@@ -189,6 +189,18 @@ def test_a_block_mask_of_another_size_is_refused(blocks):
         block_sparse_attention(*inputs, flex_mask(*blocks))
 
 
+def test_what_is_not_finite_stays_with_those_who_see_its_tile():
+    query, key, value = draw(200, 200)
+    key[:, :, 70] = math.nan
+    tiles = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 1, 0]], device=DEVICE).bool()[None, None]
+    out = block_sparse_attention(query, key, value, tiles)
+    key[:, :, 70] = 0
+    exact = sdpa_oracle(query, key, value, expand(tiles, 200, 200))[0]
+    seen = torch.arange(200, device=DEVICE) // 64 == 1
+    assert out[:, :, seen].isnan().all()
+    assert relative_error(out[:, :, ~seen], exact[:, :, ~seen]) < BUDGET
+
+
 def test_a_block_mask_that_is_written_to_is_converted_again():
     inputs, block_mask = draw(256, 256), flex_mask(2, 2)
     block_sparse_attention(*inputs, block_mask)
@@ -196,6 +208,21 @@ def test_a_block_mask_that_is_written_to_is_converted_again():
     tiles = torch.tensor([[False, False], [True, True]], device=DEVICE)
     again = block_sparse_attention(*inputs, block_mask, return_lse=True)
     check(*inputs, expand(tiles, 256, 256, 128)[None, None], again)
+
+
+def test_a_block_mask_is_converted_on_each_stream_but_not_under_capture(monkeypatch):
+    from sdpa_router import tile_mask
+
+    def convert(block_mask, stream):
+        monkeypatch.setattr(tile_mask, "stream_of", lambda device: stream)
+        return tile_mask.tile_mask(block_mask, 1, 1, 256, 256, torch.device(DEVICE), 64, False).data_ptr()
+
+    block_mask, captured = flex_mask(2, 2), flex_mask(2, 2)
+    first = convert(block_mask, 7)
+    assert convert(block_mask, 7) == convert(block_mask, None) == first
+    assert convert(block_mask, 8) != first
+    convert(captured, None)
+    assert id(captured) not in tile_mask._converted
 
 
 def test_the_stand_in_for_fastvideo():

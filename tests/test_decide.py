@@ -77,6 +77,8 @@ TABLE = {
     "mask elsewhere": ([Code.MIXED_DEVICE], call(mask=fake(1, 1, 1, 8192, dtype=torch.bool, device="cpu"))),
     "three axes": ([Code.RANK], Call(*[fake(4, 8192, 64)] * 3)),
     "other batch": ([Code.SHAPE], call(q=(2, 4, 64, 64))),
+    "as many heads as a grid has room for": ([], call(q=(257, 255, 64, 64), k=(257, 255, 8192, 64))),
+    "a head more": ([Code.SHAPE], call(q=(256, 256, 64, 64), k=(256, 256, 8192, 64))),
     "other head_dim": ([Code.SHAPE], call(q=(1, 4, 64, 32), v=(1, 4, 8192, 32))),
     "other value length": ([Code.SHAPE], call(v=(1, 4, 4096, 64))),
     "heads without gqa": ([Code.HEADS], call(q=(1, 8, 64, 64))),

@@ -10,6 +10,7 @@ import torch
 from sdpa_router import int8_linear_qk, rms_rope_quantize
 from sdpa_router.kernels.int8_attention import fused, linear
 from sdpa_router.kernels.int8_attention import launch as launching
+from sdpa_router.kernels.int8_attention.configs import config_for
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for Triton's launcher is for the CPU")
 
@@ -95,3 +96,19 @@ def test_linear_calls(replayed, role, biased):
     kernels = {"query": ["_linear_qk"], "key": ["_mean_row", "_linear_shift", "_linear_qk"]}[role]
     extra = [] if bias is None else [bias]
     check(replayed, make, lambda made: [made.values, made.scale, *extra], ["_quantize_rows", *kernels])
+
+
+@pytest.mark.parametrize(("length", "head_dim"), [(300_000, 256), (600_000, 128)])
+def test_no_length_is_too_much_for_the_axes_of_a_grid(monkeypatch, length, head_dim):
+    """CUDA counts to 2^31 - 1 on the first axis, and to 65535 on the others."""
+    grids = []
+    monkeypatch.setattr(fused, "launch", lambda kernel, grid, *args, **options: grids.append(grid))
+    x = torch.empty((1, 40, length, head_dim), dtype=torch.bfloat16, device="meta")
+    rows, norm, rope = fused.Rows(x), fused.Norm(1e-6, across=True), fused.Rope(0, interleaved=True)
+    rotation = torch.empty((128, 128), dtype=x.dtype, device="meta")
+    config = config_for(86, head_dim)
+    monkeypatch.setattr(fused, "replay", lambda numbers, tensors, run: run())
+    fused.rms_rope_quantize_query(rows, 1.0, config, norm, rope, rotation)
+    fused.rms_rope_quantize_key(rows, None, config, norm, rope, group=1)
+    assert len(grids) == 5
+    assert max(n for grid in grids for n in grid[1:]) <= 65535

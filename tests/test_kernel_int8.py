@@ -223,6 +223,25 @@ def test_nan_and_infinity_show(bad):
     assert int8_attention(query, key, value)[0, 1].isnan().all()
 
 
+@pytest.mark.parametrize("held", [6e4, math.nan])
+def test_keys_after_the_last_query_of_a_causal_call_change_not_one_bit(held):
+    query, key, value = draw(1, 2, 2, 65, 200, 64)
+    wanted = int8_attention(query, key[:, :, :65], value[:, :, :65], is_causal=True, return_lse=True)
+    key[:, :, 65:], value[:, :, 65:] = held, held
+    found = int8_attention(query, key, value, is_causal=True, return_lse=True)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("held", [math.nan, math.inf])
+def test_what_is_not_finite_stays_with_those_who_see_its_tile(held):
+    query, key, value = draw(1, 2, 1, 300, 300, 64)
+    exact = sdpa_oracle(query, key, value, is_causal=True, enable_gqa=True)[0]
+    key[:, :, 290, 3] = held
+    out = int8_attention(query, key, value, is_causal=True, enable_gqa=True)
+    assert out[:, :, 290:].isnan().all()
+    assert relative_error(out[:, :, :256], exact[:, :, :256]) < BUDGET
+
+
 def test_garbage_in_masked_keys_changes_not_one_bit():
     query, key, value = draw(1, 2, 2, 40, 256, 64)
     keep = torch.ones(1, 1, 1, 256, dtype=torch.bool, device=DEVICE)

@@ -82,6 +82,17 @@ def test_masked_keys_count_for_nothing():
     assert torch.equal(keys[0].scale, keys[1].scale)
 
 
+def test_what_is_not_finite_stays_with_those_who_see_its_tile():
+    x, value = torch.randn(1, 200, 64, device=DEVICE).half(), torch.randn(1, 1, 200, 32, device=DEVICE).half()
+    (weight, scale), rows = layer(32, 64), x.clone()
+    x[0, 150, 5] = math.nan
+    query = int8_linear_qk(rows, weight, scale, heads=1, role="query")
+    key = int8_linear_qk(x, weight, scale, heads=1, role="key")
+    out = int8_attention(join_qk(query, key), value, is_causal=True)
+    assert out[0, 0, 150:].isnan().all()
+    assert out[0, 0, :128].isfinite().all()
+
+
 def test_the_plain_layer_and_grouped_heads():
     x = torch.randn(1, 70, 64, device=DEVICE).half()
     weight, scale = layer(4 * 32, 64)

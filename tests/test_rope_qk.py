@@ -239,6 +239,15 @@ def test_nan_and_infinity_answer_nan():
         assert out[0, 0, :3].isfinite().all()
 
 
+def test_what_is_not_finite_stays_with_those_who_see_its_tile():
+    query, key, value = draw(1, 1, 200, 64), draw(1, 1, 200, 64), draw(1, 1, 200, 64)
+    key[0, 0, 150, 5] = math.nan
+    quantized = rms_rope_quantize(query, key, None, None, None, None, interleaved=True, eps=1e-6)
+    out = int8_attention(quantized, value, is_causal=True)
+    assert out[0, 0, 150:].isnan().all()
+    assert out[0, 0, :128].isfinite().all()
+
+
 def test_layout_of_the_answer_and_determinism():
     query, key, value = draw(1, 2, 40, 64), draw(1, 2, 40, 64), draw(1, 2, 40, 64)
     options = {"interleaved": True, "eps": 1e-6}

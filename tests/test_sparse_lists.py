@@ -74,6 +74,14 @@ def test_pairs_hold_the_tiles_of_both(nq, nk, density, masked, seed):
         assert all((users[position] == {0, 1}) == (position < shared) for position in users)
 
 
+def test_biases_over_0_are_in_what_bounds_the_scores():
+    """Where that is small the kernel takes no maximum: exp2(score + bias) must not leave float16."""
+    high = torch.tensor([[[[9.0, 0.0], [-3.0, -math.inf], [math.inf, 1.0]]]], device=DEVICE)
+    floor = torch.tensor([[[2.0, -7.0, 0.0]]], device=DEVICE)
+    lists = make_lists(Tiles(None, high, high, floor), None, paired=True)
+    assert lists.floor.tolist() == [[-9.0, -7.0], [-math.inf, 0.0]]
+
+
 def test_pairs_of_windows_hold_their_tiles_and_biases():
     windows = video_windows(5, 70, 2, 1, prefix=45)
     total = 45 + 5 * 70
@@ -111,6 +119,15 @@ def test_keys_that_are_seen():
         kept = kept_keys(keep, table, make_lists(Tiles(keep), table.top, paired=paired))
         wanted = [n for n in [*range(64), *range(128, 150)] if n != 5 and not 130 <= n < 140]
         assert (kept == 0).flatten().nonzero().flatten().tolist() == wanted
+
+
+def test_tiles_whose_rows_lie_past_2_to_the_31():
+    """Each stride fits 32 bits, and a row times it does not; of the memory only what is written is touched."""
+    stride = 1_200_000_000
+    keep = torch.empty(2 * stride + 2, dtype=torch.bool, device=DEVICE).as_strided((1, 1, 3, 2), (0, 0, stride, 1))
+    keep[:] = torch.tensor([[False, False], [False, False], [False, True]], device=DEVICE)
+    assert (kept_keys(keep, None, None) == 0).flatten().nonzero().flatten().tolist() == [*range(64, 128)]
+    assert make_lists(Tiles(keep), None, paired=False).counts.tolist() == [0, 0, 1]
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.differing_executors])

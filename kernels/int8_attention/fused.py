@@ -138,7 +138,7 @@ def _launch_keys(
     tile = key_tile(padded, config)
     norms = made.key_norm
     launch(
-        _rms_rope_quantize, (triton.cdiv(heads, tile.heads), blocks, batch),
+        _rms_rope_quantize, (triton.cdiv(heads, tile.heads) * blocks, batch),
         **arguments, X=key.x, X2=_second(key), Y=made.key, SCALE=made.key_scale,
         NORMS=norms if norms is not None else made.shift, LSE_TERM=made.shift, SQUARES=made.shift, factor=1.0,
         lse_factor=1.0, L=length, group=1, IS_KEY=True, HAS_BIAS=bias is not None,
@@ -192,7 +192,7 @@ def _launch_queries(
     unused, term = made.query_scale, made.lse_term
     tile = query_tile(padded, config, across=across, lse=shift is not None)
     launch(
-        _rms_rope_quantize, (triton.cdiv(heads, tile.heads), triton.cdiv(length, tile.rows), batch),
+        _rms_rope_quantize, (triton.cdiv(heads, tile.heads) * triton.cdiv(length, tile.rows), batch),
         **_arguments(query, norm, None), X=x, X2=_second(query),
         SHIFT=shift if shift is not None else unused, ROTATION=rotation, BIAS=unused, Y=made.query,
         SCALE=made.query_scale, NORMS=unused, LSE_TERM=term if term is not None else unused, SQUARES=squares,

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .bias import _kept
 from .fused_parts import _angles, _normed_and_rotated, _row_peaks, _store_keys, _store_queries, _tile, _weights_of_rows
-from .quantize_kernels import _hadamard, _rotate
+from .quantize_kernels import _finite, _hadamard, _rotate
 
 
 @triton.jit(do_not_specialize=["N", "NP", "split", "heads", "bias_rows"])
@@ -58,8 +58,8 @@ def _rope_key_shift(
         )  # fmt: skip
         rstd = tl.where(keep[None, :], rstd, 0.0)[:, :, None]
         count = tl.sum(keep.to(tl.float32), 0)
-        first = tl.sum((x * rstd).reshape([ROWS, HALF]), 0)
-        second = tl.sum((y * rstd).reshape([ROWS, HALF]), 0)
+        first = tl.sum(_finite(x * rstd).reshape([ROWS, HALF]), 0)
+        second = tl.sum(_finite(y * rstd).reshape([ROWS, HALF]), 0)
         rows = start + i
         start += ROWS
     scale = 1.0 / tl.maximum(count, 1.0)
@@ -83,10 +83,12 @@ def _rms_rope_quantize(
 
     Programs of the same rows follow each other: their heads lie side by side in memory.
     """
+    # On one axis of the grid: CUDA counts no further than 65535 on the others, and blocks of queries are small.
+    parts = tl.cdiv(heads, HEADS)
+    blocks = tl.num_programs(0) // parts
     # From the last to the first: a kernel that read the rows before has left the last ones in the cache.
-    blocks = tl.num_programs(1)
-    block = blocks - 1 - tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
+    block = blocks - 1 - tl.program_id(0) // parts
+    b = tl.program_id(1).to(tl.int64)
     HALF: tl.constexpr = DP // 2
     rows = block * ROWS + tl.arange(0, ROWS)
     inside = rows < L
@@ -113,7 +115,7 @@ def _rms_rope_quantize(
     FOLDED: tl.constexpr = TOGETHER > 1 and HAS_WEIGHT and R > 0 and not ACROSS and not PER_HEAD
     turn = (cos * wa, sin * wb, sin * wa, cos * wb) if FOLDED else (cos, sin, sin, cos)
     j = tl.arange(0, HALF)
-    start = tl.program_id(0) * HEADS
+    start = tl.program_id(0) % parts * HEADS
     for first in tl.range(start, tl.minimum(start + HEADS, heads), TOGETHER, num_stages=STAGES):
         h = first + tl.arange(0, TOGETHER)
         head = b * heads + first  # of the first one

@@ -18,6 +18,7 @@ class Limits:
 
     dtypes: of query, key and value.  max_head_dim: the largest head_dim; smaller ones are padded inside the kernel.
     max_scale: the largest softmax scale of either sign for which float32 holds every score of finite fp16 inputs.
+    max_heads: heads of all batches together, for which CUDA's grid has room on its second axis.
     pv, precision: names of the modes of P @ V and of the scores.  min_capability: the oldest CUDA compute capability.
     hip_archs: AMD architectures that the kernel compiles for.  fp8_*: where matrix products take e4m3.
     """
@@ -25,6 +26,7 @@ class Limits:
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     max_head_dim: int = 256
     max_scale: float = 2.0**20
+    max_heads: int = 65535
     pv: tuple[str, ...] = ("auto", "16bit", "fp8")
     precision: tuple[str, ...] = ("auto", "high")
     min_capability: tuple[int, int] = (8, 0)

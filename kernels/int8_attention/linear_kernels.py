@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .bias import _kept
 from .fused_parts import _store_keys, _store_queries
-from .quantize_kernels import _inverse
+from .quantize_kernels import _finite, _inverse
 
 
 @triton.jit(do_not_specialize=["L"])
@@ -42,7 +42,7 @@ def _mean_row(
         inside = keep[:, None] & (cols < C)[None, :]
         x = tl.load(X + b * s_b + rows[:, None].to(tl.int64) * s_l + cols[None, :], mask=inside, other=0)
         x_scale = tl.load(X_SCALE + b * L + rows, mask=keep, other=0.0)
-        total = tl.sum(x.to(tl.float32) * x_scale[:, None], 0)
+        total = tl.sum(_finite(x.to(tl.float32) * x_scale[:, None]), 0)
         count = tl.sum(keep.to(tl.float32), 0)
         rows = start + i
         start += ROWS

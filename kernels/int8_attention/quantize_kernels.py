@@ -74,6 +74,12 @@ def _key_shift(
 
 
 @triton.jit
+def _finite(x):
+    """x, and 0 for NaN and infinity: a mean with them would give them to rows that don't see their key."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
 def _add_kept(
     total, count, K, BIAS, n, N, NP, bias_rows, s_n, s_bias_h, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
@@ -81,6 +87,7 @@ def _add_kept(
     cols = tl.arange(0, DP)
     inside = (n < N)[:, None] & (cols < D)[None, :]
     x = tl.load(K + n[:, None].to(tl.int64) * s_n + cols[None, :], mask=inside, other=0).to(tl.float32)
+    x = _finite(x)
     keep = _kept(BIAS, bias_rows, s_bias_h * NP, n, N, HAS_BIAS)
     if HAS_BIAS:
         x = tl.where(keep[:, None], x, 0.0)  # only now, so that the load does not wait for the bias
@@ -97,7 +104,8 @@ def _rotated(
     inside = (rows < end - row)[:, None] & (cols < D)[None, :]
     # Eights apart, so that a thread needs no register for each of its rows.
     X += row.to(tl.int64) * s_l + (rows % 8)[:, None].to(tl.int64) * s_l + cols[None, :]
-    x = tl.load(X + (rows // 8)[:, None] * (8 * s_l.to(tl.int64)), mask=inside, other=0)
+    eighth = tl.full([], 8, tl.int64) * s_l  # a stride of 1 is a plain number to Triton
+    x = tl.load(X + (rows // 8)[:, None] * eighth, mask=inside, other=0)
     return _rotate(x.to(tl.float32) if UPCAST else x, rotation, ROWS, DP, B)
 
 

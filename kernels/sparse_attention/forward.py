@@ -16,6 +16,7 @@ from ..int8_attention.launch import launch
 from ..int8_attention.limits import interpreting
 from ..int8_attention.quantize import Quantized
 from .key_bias import row_steps
+from .list_kernels import _in_log2
 from .lists import TILE, Lists
 
 
@@ -28,9 +29,7 @@ def _mask_tile(MASK, rows, n, end, N, s_mq, s_mk, IS_BOOL: tl.constexpr):
     if IS_BOOL:
         bias = tl.where(m != 0, 0.0, float("-inf"))
     else:
-        m = m.to(tl.float32)
-        # finfo.min must stay finite: a row of it everywhere is the mean of the values, not an empty row.
-        bias = tl.where(tl.abs(m) < 2.0e38, m * 1.4426950408889634, m)
+        bias = _in_log2(m.to(tl.float32))
     return tl.where((n < N)[None, :], bias, float("-inf"))
 
 

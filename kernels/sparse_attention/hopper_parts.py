@@ -63,8 +63,8 @@ def _add_mask(x, words, tile, tile2, N, T: gl.constexpr, EXACT: gl.constexpr):
         x = gl.where(y != 0, x, float("-inf"))
     else:
         if EXACT:
-            # Rows may hold nothing but finfo.min, which must stay finite: their answer is the mean of the values.
-            x += gl.where(gl.abs(y) < 2.0e38, y * 1.4426950408889634, y)
+            # As list_kernels._in_log2().
+            x += y * 0.75 + gl.minimum(gl.maximum(y * 0.6926950408889634, -6.926950408889634e37), 6.926950408889634e37)
         else:
             x += y * 1.4426950408889634
     if gl.maximum(tile, tile2) * 64 + 64 > N:

@@ -91,7 +91,7 @@ def _kept_keys(
     kept = tl.zeros([TILE], tl.int32)
     for start in range(0, nq, TILE):
         q = start + tl.arange(0, TILE)
-        seen = tl.load(KEEP + q[:, None] * s_q, mask=(q < nq)[:, None] & inside[None, :], other=0) != 0
+        seen = tl.load(KEEP + q[:, None].to(tl.int64) * s_q, mask=(q < nq)[:, None] & inside[None, :], other=0) != 0
         if HAS_TOP:
             least = tl.load(ANCHOR + (row * anchors + q) * 2, mask=q < nq, other=0.0)
             seen = seen & _counts(top[None, :], least[:, None])

@@ -18,6 +18,15 @@ _NO_SCAN = tl.constexpr(interpreting() and tuple(map(int, triton.__version__.spl
 
 
 @triton.jit
+def _in_log2(x):
+    """Biases times log2(e), and less of what is over 1e38: finite ones stay finite, and in their order.
+
+    A row of finfo.min everywhere is the mean of the values, not an empty row.
+    """
+    return x * 0.75 + tl.minimum(tl.maximum(x * 0.6926950408889634, -6.926950408889634e37), 6.926950408889634e37)
+
+
+@triton.jit
 def _before(one, BLOCK: tl.constexpr):
     """How many of the ones in one [BLOCK] come before each."""
     if _NO_SCAN:
@@ -73,6 +82,12 @@ def _least(KEEP, FLOOR, TOP, nk, s_k, FROM_MASK: tl.constexpr, HAS_TOP: tl.const
         largest = tl.max(tops, 0)
         least = tl.where(largest == float("-inf"), 0.0, largest)
     return least
+
+
+@triton.jit
+def _highest(HIGH, t, visited):
+    """The largest bias of tiles `t`, where they are visited."""
+    return tl.max(tl.load(HIGH + t, mask=visited, other=float("-inf")), 0)
 
 
 @triton.jit
@@ -166,6 +181,8 @@ def _make_pairs(
     common = tl.full([], 0, tl.int32)
     own_a = tl.full([], 0, tl.int32)
     own_b = tl.full([], 0, tl.int32)
+    high_a = tl.full([], float("-inf"), tl.float32)
+    high_b = tl.full([], float("-inf"), tl.float32)
     for start in range(0, nk, BLOCK):
         t = start + tl.arange(0, BLOCK)
         a, _ = _entry(KEEP, LOW, HIGH, TOP, least_a, t, t < nk, s_k, FROM_MASK, HAS_TOP)
@@ -177,6 +194,9 @@ def _make_pairs(
         common += tl.sum(both_see, 0)
         own_a += tl.sum(a.to(tl.int32) - both_see, 0)
         own_b += tl.sum(c.to(tl.int32) - both_see, 0)
+        if FROM_MASK:
+            high_a = tl.maximum(high_a, _highest(HIGH, t, a))
+            high_b = tl.maximum(high_b, _highest(HIGH + step * nk, t, c))
     shared = common // 2
     own_a += common % 2  # a common tile without a partner goes to both as their own
     own_b += common % 2
@@ -192,8 +212,9 @@ def _make_pairs(
         _store_anchor(ANCHOR + row * 4, least_a)
         _store_anchor(ANCHOR + row * 4 + 2, least_b)
     if FROM_MASK:
-        tl.store(LEAST + row * 2, least_a)
-        tl.store(LEAST + row * 2 + 1, least_b)
+        # Scores are bounded on both sides: a bias over 0 counts like one as far under it.
+        tl.store(LEAST + row * 2, tl.minimum(least_a, -high_a))
+        tl.store(LEAST + row * 2 + 1, tl.minimum(least_b, -high_b))
     two = tl.arange(0, 2)
     none = tl.full([2], -1, tl.int32)
     start_a = _position(0, 0, shared, both)

@@ -37,7 +37,8 @@ class Lists(NamedTuple):
     two whose values (-1: none); counts int32 [L, 8]: slots that both warpgroups use, slots of either alone, whether the
     last step of either has one tile only, and with bias_rows how many steps at the beginning need them;
     offsets float32 [L, 2, W, 2], by warpgroup, step and half of the step; bias_rows int32 [L, W, 2].
-    floor: float32 [L] or [L, 2]: each row of the tile has a key whose bias (log2) is at least this; or None for 0.
+    floor: float32 [L] or [L, 2]: each row of the tile has a key whose bias (log2) is at least this, and none is over
+    -floor; or None for 0.
     anchor: float32 [.., L, 2], paired [.., L, 2, 2], by list and warpgroup: what was taken off the biases (natural
     log), and 0 where that absorbs every score in float32, else 1; or None without a bias by key.
     anchors: lists to step in `anchor` for the next row of the bias; 0 where lists belong to one.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .forward import mask_strides, readable
-from .list_kernels import NEGLIGIBLE
+from .list_kernels import NEGLIGIBLE, _in_log2
 from .lists import TILE
 
 _WIDE = 2  # key tiles that a step of a program reads
@@ -50,8 +50,7 @@ def _summarise(
         if IS_BOOL:
             y = tl.where(x != 0, 0.0, float("-inf"))
         else:
-            x = x.to(tl.float32)
-            y = tl.where(tl.abs(x) < 2.0e38, x * 1.4426950408889634, x)
+            y = _in_log2(x.to(tl.float32))
         largest = tl.where(inside & (y == y), y, float("-inf"))
         bad = tl.max(tl.max((inside & (y != y)).to(tl.int32).reshape([TILE, WIDE, TILE]), 2), 0)
         high = tl.max(tl.max(largest.reshape([TILE, WIDE, TILE]), 2), 0)
