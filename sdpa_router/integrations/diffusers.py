@@ -19,7 +19,7 @@ from ..dispatch import Turn, dispatch
 from ..lse import attention_with_lse
 from ..patch import follow_environment
 from ..settings import BACKENDS, OFF, Settings, active_name, intern
-from .diffusers_parallel import Arguments, attend_in_parallel, original_of, serve_torch_backends
+from .diffusers_parallel import Arguments, attend_in_parallel, original_of, serve_torch_backends, stop_serving
 
 NAME = "sdpa_router"
 SUPPORTED = "0.36 or newer (tested: 0.36.0 and 0.42.1)"
@@ -113,7 +113,7 @@ def patch(
         model.__call__ = _routed_call
     _calls.native = _calls.previous or torch.nn.Module.__call__
     _patched = intern(settings)
-    serve_torch_backends()
+    serve_torch_backends(_calls)
 
 
 def unpatch() -> None:
@@ -121,6 +121,7 @@ def unpatch() -> None:
     global _patched
     _patched = OFF
     model = _parts().model
+    stop_serving(_calls)
     if model.__call__ is not _routed_call:
         return
     if _calls.previous is None:

@@ -7,6 +7,7 @@ under the ring goes another way: diffusers would apply one shard's mask to all s
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -198,11 +199,12 @@ def _ring_with_mask(arguments: Arguments, parallel: Any) -> Any:
     return (answer, lse.permute(0, 2, 1).contiguous()) if arguments.return_lse else answer
 
 
-def serve_torch_backends() -> None:
+def serve_torch_backends(user: object) -> None:
     """Let enabled modules and patched models have the router under context parallelism too.
 
     There diffusers' "native" backend has no ring, and the others of torch call operators that are not SDPA. A wrapper
-    in diffusers' table of backends passes through wherever the router is not on, and without context parallelism.
+    in diffusers' table of backends passes through wherever the router is not on, and without context parallelism. It
+    stays until stop_serving() for every `user`, or until none is alive.
     """
     from .diffusers import torch_backends
 
@@ -210,6 +212,28 @@ def serve_torch_backends() -> None:
     for name, backend in list(registry.items()):
         if name.value in _TORCH and original_of(backend) is backend:
             registry[name] = _served(backend, ours, name.value == "native")
+    if user not in _users:
+        _users.add(user)
+        weakref.finalize(user, _restore_torch_backends).atexit = False
+
+
+def stop_serving(user: object) -> None:
+    """Undo serve_torch_backends(user)."""
+    _users.discard(user)
+    _restore_torch_backends()
+
+
+_users: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def _restore_torch_backends() -> None:
+    if any(True for _ in _users):  # not len(), which counts one that is about to go
+        return
+    from .diffusers import torch_backends
+
+    registry, _ = torch_backends()
+    for name, backend in list(registry.items()):
+        registry[name] = original_of(backend)
 
 
 def original_of(backend: Attend) -> Attend:

@@ -46,9 +46,9 @@ def register(
     Models that use it send their attention through the router, other models stay as they are. Bidirectional padding
     stays one row for all queries, [B, 1, 1, K], which the int8 kernel takes; causal masks with padding and sliding
     windows are [B, 1, Q, K], which torch answers, as it does calls with a position bias.
-    Some models do something of their own where the implementation is called "sdpa" (DeepSeek V3.2 and its like mask what
-    their indexer has not chosen, Gemma 4 keeps rows that a mask of None needs): under another name their answers would
-    be wrong, and they raise ValueError. enable(model) routes them.
+    Some models do something of their own where the implementation is called "sdpa": DeepSeek V3.2 and its like mask
+    what their indexer has not chosen, Gemma 4 keeps rows that a mask of None needs. Under another name their answers
+    would be wrong, and they raise ValueError; enable(model) routes them.
     Inside route() or an enabled module their settings hold instead. Registering again replaces the settings.
     Raises ImportError for a transformers that can't be served.
 
