@@ -17,7 +17,7 @@ from . import run
 from .context import route
 from .decide import Call, decide, needs_mask_cast
 from .enable import suspended
-from .selection import Patterns, Switch, check_module, switches
+from .selection import Patterns, Switch, by_first_name, check_module, plain_name, switches
 from .settings import Settings
 from .testing import relative_error
 
@@ -109,7 +109,8 @@ def audit(
         raise TypeError(f"kwargs is of type {type(kwargs).__name__}; accepted: a mapping of the module's arguments")
     if not isinstance(settings, (Settings, type(None))):
         raise TypeError(f"settings is of type {type(settings).__name__}; accepted: sdpa_router.Settings")
-    probe = _Probe(switches(module, include, exclude), replace(settings or Settings(), on_unsupported="fallback"))
+    chosen = by_first_name(module, switches(module, include, exclude))
+    probe = _Probe(chosen, replace(settings or Settings(), on_unsupported="fallback"))
     with suspended(module), probe.following(module):
         native = probe.forward(module, inputs, kwargs or {})
         if not probe.rows:
@@ -190,7 +191,7 @@ class _Probe:
         self.rows.append(
             AuditRow(
                 number=len(self.rows),
-                module=name.replace("_orig_mod.", ""),
+                module=plain_name(name),
                 query=tuple(call.query.shape),
                 key=tuple(call.key.shape),
                 mask=decision.mask.kind.value,

@@ -71,36 +71,30 @@ def enable(
     for path, scope in _scopes_set_by(module):
         if path not in wrapped:
             _unwrap(module.get_submodule(path), scope)
+    use = _uncompiled(module).__dict__.setdefault(_USE, _Use())
     # Last those that are off: one module may have two names, and an exclusion wins.
     for path in sorted(wrapped, key=lambda path: wrapped[path] == "off"):
-        _wrap(module.get_submodule(path), names[wrapped[path]], path)
+        _wrap(module.get_submodule(path), names[wrapped[path]], use)
     _fuse_qk(module, fuse_qk, log)
-    if _of_diffusers(module):
-        from .integrations.diffusers_parallel import serve_torch_backends
-
-        serve_torch_backends(module)
+    parallel = any(hasattr(getattr(part, "processor", None), "_parallel_config") for part in module.modules())
+    if parallel and "diffusers.models.attention_dispatch" in sys.modules:
+        use.serve_context_parallelism()
 
 
 def disable(module: torch.nn.Module) -> None:
     """Undo enable(module); nothing happens to a module that is not enabled.
 
-    Where somebody has wrapped the forward since, that wrapper stays and what it calls passes through. Raises TypeError
-    for anything but a torch.nn.Module.
+    It may have been compiled since, whole or in parts, and its parts may have other names now. Where somebody has
+    wrapped the forward since, that wrapper stays and what it calls passes through. Raises TypeError for anything but a
+    torch.nn.Module.
     """
     check_module("disable", module)
     for path, scope in _scopes_set_by(module):
         _unwrap(module.get_submodule(path), scope)
     _fuse_qk(module, False, False)
-    if _of_diffusers(module):
-        from .integrations.diffusers_parallel import release_torch_backends
-
-        release_torch_backends(module)
-
-
-def _of_diffusers(module: torch.nn.Module) -> bool:
-    """Whether `module` has attention processors that diffusers' context parallelism knows."""
-    loaded = "diffusers.models.attention_dispatch" in sys.modules
-    return loaded and any(hasattr(getattr(part, "processor", None), "_parallel_config") for part in module.modules())
+    use = _uncompiled(module).__dict__.pop(_USE, None)
+    if use is not None:
+        use.end()
 
 
 def _fuse_qk(module: torch.nn.Module, on: bool, log: bool) -> None:
@@ -128,31 +122,40 @@ def suspended(module: torch.nn.Module) -> Iterator[None]:
 
 
 _SCOPE = "_sdpa_router_scope"
+_USE = "_sdpa_router_use"
+
+
+def _uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that torch.compile was given, if `module` is what it returned."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else _uncompiled(inner)
 
 
 def _scopes_set_by(root: torch.nn.Module) -> list[tuple[str, _Scope]]:
     """List what enable(root) wrapped, by qualified name, and `root` itself if another enable() did."""
+    inner = _uncompiled(root)
+    use = inner.__dict__.get(_USE)
     found = []
     for path, module in root.named_modules(remove_duplicate=False):
         scope = module.__dict__.get(_SCOPE)
-        if scope is not None and (module is root or scope.path == path):
+        if scope is not None and (module is root or module is inner or scope.use is use):
             found.append((path, scope))
     return found
 
 
-def _wrap(module: torch.nn.Module, name: str, path: str) -> None:
+def _wrap(module: torch.nn.Module, name: str, use: _Use) -> None:
     scope = module.__dict__.get(_SCOPE)
     if scope is not None and scope.is_of_another(module):
         _unwrap(module, scope)
         scope = None
     if scope is not None and _place_of(module, scope) is not None:
-        scope.name, scope.path = name, path
+        scope.name, scope.use = name, use
         return
     if scope is not None:
         scope.name = OFF  # somebody has replaced the forward since, and may still call what enable() had made of it
     holder, key = _places(module)[0]
     forward = holder.get(key, module.forward)
-    scope = _Scope(name, key in holder, path, weakref.ref(module))
+    scope = _Scope(name, key in holder, use, weakref.ref(module))
     module.__dict__[_SCOPE] = scope
     holder[key] = functools.update_wrapper(functools.partial(_routed_forward, scope, forward), forward)
 
@@ -200,19 +203,49 @@ def _place_of(module: torch.nn.Module, scope: _Scope) -> _Place | None:
     return None
 
 
+class _Use:
+    """Stands for an enabled module: what enable() set in its parts holds the same object, whatever becomes of names."""
+
+    serving = False
+
+    def serve_context_parallelism(self) -> None:
+        """Let diffusers' context parallelism know the router, until end() or as long as this object lives."""
+        from .integrations.diffusers_parallel import serve_torch_backends
+
+        serve_torch_backends(self)
+        self.serving = True
+
+    def end(self) -> None:
+        """Undo serve_context_parallelism()."""
+        if self.serving:
+            from .integrations.diffusers_parallel import stop_serving
+
+            stop_serving(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _use_of, (self.serving,)
+
+
+def _use_of(serving: bool) -> _Use:
+    use = _Use()
+    if serving:
+        use.serve_context_parallelism()
+    return use
+
+
 class _Scope:
     """What enable() set for one module.
 
-    name: of the settings, OFF once disabled.  had_forward: whether it had a forward of its own.  path: its name in the
-    module that enable() was given.  owner: the module, None in a deep copy.
+    name: of the settings, OFF once disabled.  had_forward: whether it had a forward of its own.  use: of the module
+    that enable() was given.  owner: the module, None in a deep copy.
     """
 
     def __init__(
-        self, name: str, had_forward: bool, path: str, owner: weakref.ref[torch.nn.Module] | None = None
+        self, name: str, had_forward: bool, use: _Use, owner: weakref.ref[torch.nn.Module] | None = None
     ) -> None:
         self.name = name
         self.had_forward = had_forward
-        self.path = path
+        self.use = use
         self._owner = owner
 
     def is_of_another(self, module: torch.nn.Module) -> bool:
@@ -221,11 +254,11 @@ class _Scope:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Names mean nothing in another process.
-        return _scope_of, (settings_of(self.name) if self.name != OFF else None, self.had_forward, self.path)
+        return _scope_of, (settings_of(self.name) if self.name != OFF else None, self.had_forward, self.use)
 
 
-def _scope_of(settings: Settings | None, had_forward: bool, path: str) -> _Scope:
-    return _Scope(OFF if settings is None else intern(settings), had_forward, path)
+def _scope_of(settings: Settings | None, had_forward: bool, use: _Use) -> _Scope:
+    return _Scope(OFF if settings is None else intern(settings), had_forward, use)
 
 
 def _routed_forward(scope: _Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -84,6 +84,21 @@ def borders(module: nn.Module, chosen: dict[str, Switch | None]) -> dict[str, Sw
     return wrapped
 
 
+def by_first_name(module: nn.Module, chosen: dict[str, Switch | None]) -> dict[str, Switch | None]:
+    """Return what switches() says as enable() takes it where a submodule has several names: an exclusion wins."""
+    first = {part: name for name, part in module.named_modules()}
+    found: dict[str, Switch | None] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        switch, before = chosen[name], found.get(first[part])
+        found[first[part]] = "off" if "off" in (switch, before) else switch or before
+    return found
+
+
+def plain_name(name: str) -> str:
+    """Return the qualified name of a submodule as it was before torch.compile put something around it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
@@ -103,8 +118,7 @@ def _matches(argument: str, patterns: str | Iterable[str], modules: dict[str, nn
     for pattern in listed:
         if not isinstance(pattern, str):
             raise TypeError(f"{argument} holds {pattern!r}; accepted: glob patterns over the names of submodules")
-        # torch.compile puts the module that it was given under this name.
-        hits = {name for name in modules if fnmatchcase(name.replace("_orig_mod.", ""), pattern)}
+        hits = {name for name in modules if fnmatchcase(plain_name(name), pattern) or fnmatchcase(name, pattern)}
         if not hits:
             raise ValueError(
                 f"{argument}={pattern!r} matches no submodule of {type(root).__name__}; it has {_some([*modules][1:])}"

@@ -256,3 +256,27 @@ def test_what_cannot_be_audited():
         audit(nn.Linear(3, 3), torch.randn(2, 3))
     with pytest.raises(ValueError, match="matches no submodule"):
         audit(Model(1.0), torch.randn(1, 4, 32), exclude="nothing")
+
+
+@pytest.mark.parametrize(("choice", "routed"), [({}, 2), ({"exclude": "b"}, 0), ({"include": "b"}, 2)])
+def test_a_module_with_two_names_is_measured_as_enable_routes_it(x, choice, routed):
+    twice = nn.Sequential()
+    attention = Attention().half().to(x.device).eval()
+    twice.add_module("a", attention)
+    twice.add_module("b", attention)
+    enable(twice, min_kv=0, **choice)
+    with record() as seen, torch.no_grad():
+        twice(x)
+    assert sum(entry["count"] for entry in seen.records if entry["backend"] == "int8") == routed
+    if routed:
+        assert len(audit(twice, x, settings=EVERY, show=False, **choice).rows) == routed
+    else:
+        with pytest.raises(ValueError, match="made no call"):
+            audit(twice, x, settings=EVERY, show=False, **choice)
+
+
+def test_parts_that_were_compiled_keep_their_names(model, x):
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    rows = audit(model, x, settings=EVERY, show=False).rows
+    assert [row.module for row in rows] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert len(audit(model, x, exclude=rows[1].module, settings=EVERY, show=False).rows) == 2

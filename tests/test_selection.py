@@ -208,3 +208,32 @@ def test_an_empty_include_is_refused_and_an_empty_exclude_excludes_nothing():
 def test_patterns_are_strings(patterns):
     with pytest.raises(TypeError, match=r"include (holds|is) .*; accepted: glob patterns"):
         enable(Model(), include=patterns)
+
+
+@pytest.mark.parametrize("change", ["compile", "compile a part", "drop a part", "put into another"])
+def test_disable_finds_what_has_another_name_now(change):
+    model = root = Model(2)
+    enable(model, include=["blocks.1"])
+    if change == "compile":
+        root = torch.compile(model, backend="eager")
+    elif change == "compile a part":
+        model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    elif change == "drop a part":
+        model.blocks = model.blocks[1:]
+    else:
+        model.add_module("inner", nn.Sequential(model.blocks))
+        del model.blocks
+        model.blocks = model.inner[0]
+    disable(root)
+    assert judged(model) == (0, 0)
+    assert not [key for part in model.modules() for key in vars(part) if key.startswith("_sdpa")]
+
+
+def test_a_module_that_was_compiled_since_is_enabled_anew():
+    model = Model()
+    enable(model)
+    compiled = torch.compile(model, backend="eager")
+    enable(compiled, include="blocks.0")
+    assert judged(model) == (2, 0)
+    disable(compiled)
+    assert judged(model) == (0, 0)

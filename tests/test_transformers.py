@@ -377,6 +377,29 @@ def test_attach_says_what_it_was_given_and_what_it_takes():
         integration.attach(build("Bert"))
 
 
+def test_models_that_ask_for_the_name_sdpa_are_refused():
+    """DeepSeek V3.2 masks what its indexer did not choose only where the name is eager or sdpa; Falcon is alike."""
+    named = r"given a model of transformers\.models\.\w+\.modeling_{}, .*accepted: .*sdpa_router\.enable\(model\)"
+    falcon = build("Falcon")
+    with pytest.raises(ValueError, match=named.format("falcon")):
+        integration.attach(falcon)
+    assert falcon.config._attn_implementation == "sdpa"
+    if not hasattr(transformers, "DeepseekV32Config"):
+        return
+    sizes = dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"), 16)
+    sizes |= {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 32, "num_key_value_heads": 2}
+    sparse = build("DeepseekV32", mlp_layer_types=["dense", "dense"], **sizes)
+    with pytest.raises(ValueError, match=named.format("deepseek_v32")):
+        native_and_routed(sparse, input_ids=tokens())
+    sparse.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        native = sparse(tokens()).last_hidden_state
+    sdpa_router.enable(sparse, min_kv=1)
+    with torch.no_grad(), sdpa_router.record() as seen:
+        assert testing.relative_error(sparse(tokens()).last_hidden_state, native) < BUDGET
+    assert sum(entry["count"] for entry in seen.records) == 2
+
+
 def test_settings_that_do_not_exist_register_nothing():
     integration.unregister()
     with pytest.raises(ValueError, match="on_unsupported"):

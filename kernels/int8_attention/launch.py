@@ -7,6 +7,7 @@ specialises each launch anew instead (40 us each on the host of an H200).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -14,12 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .limits import interpreting
+
 _MOST_PLANS = 512  # when there are more, all are forgotten and made anew
 _ALIGNMENT = 256  # of what lies in a workspace, in bytes: TMA and vectors need less
 _CONSTANTS = (int, float, str, type(None))
 
 _thread = threading.local()  # .tape: what writes down the launches of this thread
 _plans: dict[Hashable, _Plan] = {}
+_interpreter = threading.Lock()  # Triton's keeps the program that runs, and what it patches, for all threads together
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -41,7 +45,8 @@ def _own(tensor: torch.Tensor, zeroed: bool) -> torch.Tensor:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Do kernel[grid](*args, **options); arguments of the kernel first, then its constants and options by name."""
-    compiled = kernel[grid](*args, **options)
+    with _interpreter if interpreting() else contextlib.nullcontext():
+        compiled = kernel[grid](*args, **options)
     tape = getattr(_thread, "tape", None)
     if tape is not None:
         tape.add(kernel, compiled, grid, args, options)

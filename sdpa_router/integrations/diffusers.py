@@ -19,13 +19,7 @@ from ..dispatch import Turn, dispatch
 from ..lse import attention_with_lse
 from ..patch import follow_environment
 from ..settings import BACKENDS, OFF, Settings, active_name, intern
-from .diffusers_parallel import (
-    Arguments,
-    attend_in_parallel,
-    original_of,
-    release_torch_backends,
-    serve_torch_backends,
-)
+from .diffusers_parallel import Arguments, attend_in_parallel, original_of, serve_torch_backends, stop_serving
 
 NAME = "sdpa_router"
 SUPPORTED = "0.36 or newer (tested: 0.36.0 and 0.42.1)"
@@ -56,7 +50,8 @@ def register(
     return_lse=True is answered on both routes. Inside route() or an enabled module their settings hold instead.
     Registering again replaces the settings.
     ContextParallelConfig works with ring_degree, ulysses_degree and both (diffusers_parallel.py says which masks), and
-    for an enabled module or a patched model without the name: torch's backends are the router's there.
+    for a module enabled (or models patched) after init_process_group() without the name: torch's backends are the
+    router's there.
     set_attention_backend() also makes the name the default of every model without a backend of its own, and
     reset_attention_backend() leaves that so (diffusers#14249); sdpa_router.enable() touches no other model.
     Raises ImportError for a diffusers that can't be served.
@@ -119,7 +114,7 @@ def patch(
         model.__call__ = _routed_call
     _calls.native = _calls.previous or torch.nn.Module.__call__
     _patched = intern(settings)
-    serve_torch_backends(model)
+    serve_torch_backends(_calls)
 
 
 def unpatch() -> None:
@@ -127,7 +122,7 @@ def unpatch() -> None:
     global _patched
     _patched = OFF
     model = _parts().model
-    release_torch_backends(model)
+    stop_serving(_calls)
     if model.__call__ is not _routed_call:
         return
     if _calls.previous is None:

@@ -199,41 +199,45 @@ def _ring_with_mask(arguments: Arguments, parallel: Any) -> Any:
     return (answer, lse.permute(0, 2, 1).contiguous()) if arguments.return_lse else answer
 
 
-_users: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
 def serve_torch_backends(user: object) -> None:
-    """Let the router be asked under context parallelism too until `user`, a module or class, is released or gone.
+    """Let enabled modules and patched models have the router under context parallelism too.
 
-    There diffusers' "native" backend has no ring, and the others of torch call operators that are not SDPA. Meanwhile a
-    wrapper in diffusers' table of backends passes through wherever the router is not on, and without context
-    parallelism. Nothing happens without a process group, which context parallelism needs.
+    There diffusers' "native" backend has no ring, and the others of torch call operators that are not SDPA. A wrapper
+    in diffusers' table of backends passes through wherever the router is not on, and without context parallelism. It
+    stays until stop_serving() for every `user`, or until none is alive. Nothing happens without a process group, which
+    context parallelism needs: a graph of torch.compile is tied to the table.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     from .diffusers import torch_backends
 
-    weakref.finalize(user, _restore_if_unused).atexit = False
-    _users.add(user)
     registry, ours = torch_backends()
     for name, backend in list(registry.items()):
         if name.value in _TORCH and original_of(backend) is backend:
             registry[name] = _served(backend, ours, name.value == "native")
+    if user not in _users:
+        _users.add(user)
+        weakref.finalize(user, _restore_torch_backends).atexit = False
 
 
-def release_torch_backends(user: object) -> None:
-    """Undo serve_torch_backends(user): after the last user diffusers' table is as it was."""
+def stop_serving(user: object) -> None:
+    """Undo serve_torch_backends(user)."""
     if user in _users:
         _users.remove(user)
-        _restore_if_unused()
+        _restore_torch_backends()
 
 
-def _restore_if_unused() -> None:
+_users: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def _restore_torch_backends() -> None:
+    if any(True for _ in _users):  # not len(), which counts one that is about to go
+        return
     from .diffusers import torch_backends
 
-    if not _users:
-        registry, _ = torch_backends()
-        registry.update({name: original_of(backend) for name, backend in registry.items()})
+    registry, _ = torch_backends()
+    for name, backend in list(registry.items()):
+        registry[name] = original_of(backend)
 
 
 def original_of(backend: Attend) -> Attend:

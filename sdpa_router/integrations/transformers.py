@@ -5,7 +5,10 @@ Attention alone would not do: for a name without a mask function transformers ma
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +19,7 @@ from ..choose import choose
 from ..context import inside_unless_routed
 from ..decide import Call, reasons_against
 from ..decision import Route
-from ..settings import BACKENDS, OFF, Settings, active_name, intern, settings_of
+from ..settings import BACKENDS, OFF, Settings, active_name, intern, settings_of, traced_as_constant
 
 NAME = "sdpa_router"
 SUPPORTED = "5.0 or newer (tested: 5.0.0 and 5.24.0)"
@@ -43,6 +46,9 @@ def register(
     Models that use it send their attention through the router, other models stay as they are. Bidirectional padding
     stays one row for all queries, [B, 1, 1, K], which the int8 kernel takes; causal masks with padding and sliding
     windows are [B, 1, Q, K], which torch answers, as it does calls with a position bias.
+    Some models do something of their own where the implementation is called "sdpa": DeepSeek V3.2 and its like mask
+    what their indexer has not chosen, Gemma 4 keeps rows that a mask of None needs. Under another name their answers
+    would be wrong, and they raise ValueError; enable(model) routes them.
     Inside route() or an enabled module their settings hold instead. Registering again replaces the settings.
     Raises ImportError for a transformers that can't be served.
 
@@ -78,6 +84,8 @@ def attach(model: Any) -> None:
         raise RuntimeError(f'"{NAME}" is not registered; call sdpa_router.integrations.transformers.register() first')
     given = f"{type(model).__name__}, whose attention transformers does not dispatch"
     accepted = "models built on AttentionInterface with SDPA; for others, sdpa_router.enable(model)"
+    for part in model.modules():
+        _refuse_by_name(type(part).__module__)
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(NAME)
@@ -100,6 +108,35 @@ def _dispatches(model: torch.nn.Module) -> bool:
         return True  # without the source nobody can tell
 
 
+# As in `if self.config._attn_implementation in ("eager", "sdpa"):`.
+_BY_NAME = re.compile(r"_attn_implementation\s*(?:==|!=|\bin\b|\bnot in\b)[^\n:]*[\"']sdpa[\"']")
+
+
+def _refuse_by_name(module: str) -> None:
+    """Raise ValueError if the models of `module`, or of the file beside a configuration, ask for the name "sdpa"."""
+    module = module.replace(".configuration_", ".modeling_")
+    if _asks_for_sdpa(module):
+        raise ValueError(
+            f'given a model of {module}, which compares _attn_implementation with "sdpa" and does something else under '
+            f'another name, so that its answers under "{NAME}" would be wrong; accepted: models that leave all of the '
+            'attention to AttentionInterface; for this one attn_implementation="sdpa" and sdpa_router.enable(model)'
+        )
+
+
+@traced_as_constant
+def _asks_for_sdpa(module: str) -> bool:
+    # Files of models have such names, also those that came with weights; a user's script may well look at the name.
+    return ".modeling_" in module and module in sys.modules and _compares(module)
+
+
+@functools.cache
+def _compares(module: str) -> bool:
+    try:
+        return _BY_NAME.search(inspect.getsource(sys.modules[module])) is not None
+    except (OSError, TypeError):
+        return False  # without the source nobody can tell
+
+
 def _attention(name: str, sdpa_attention_forward: _Attention) -> _Attention:
     def sdpa_router_attention_forward(
         module: torch.nn.Module,
@@ -114,6 +151,7 @@ def _attention(name: str, sdpa_attention_forward: _Attention) -> _Attention:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Answer like transformers' sdpa_attention_forward: query [B, H, Q, D] in, [B, Q, H, D] out."""
+        _refuse_by_name(type(module).__module__)
         grouping = getattr(module, "num_key_value_groups", 1) > 1 and query.shape[2] > 1
         plain = position_bias is None and kwargs.get("softcap") is None
         if grouping and plain and attention_mask is not None and _one_row(attention_mask):
@@ -150,6 +188,7 @@ def _one_row(mask: torch.Tensor) -> bool:
 def _mask(sdpa_mask: Callable[..., Any], bidirectional: Callable[..., Any]) -> Callable[..., Any]:
     def sdpa_router_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         """Make the mask that transformers' sdpa_mask makes; of a bidirectional one only the first query's row."""
+        _refuse_by_name(type(kwargs.get("config")).__module__)
         if not args and kwargs.get("mask_function") is bidirectional:
             # Padding hides a key from all queries alike. Older versions give the queries' places, not their number.
             if "q_length" in kwargs:
