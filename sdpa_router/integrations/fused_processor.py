@@ -139,12 +139,18 @@ def attend_jointly(
     attn: Any, image: torch.Tensor, text: torch.Tensor, angles: Pair | None, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """[B, S, H * D] of a joint attention, text before image, each with projections and norms of its own."""
-    query, key, value = (split_heads(layer(image), attn.heads) for layer in (attn.to_q, attn.to_k, attn.to_v))
+    query, key, value = project(attn, image, image)
     layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
     text_query, text_key, text_value = (split_heads(layer(text), attn.heads) for layer in layers)
     value = torch.cat([text_value.transpose(1, 2), value.transpose(1, 2)], 1).transpose(1, 2)
     norms = (attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k)
     return attend((text_query, query), (text_key, key), value, norms, angles, mask, across_heads=False)
+
+
+def project(attn: Any, hidden_states: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Query of hidden_states, key and value of source, each [B, H, S, D]."""
+    layers = ((attn.to_q, hidden_states), (attn.to_k, source), (attn.to_v, source))
+    return tuple(split_heads(layer(states), attn.heads) for layer, states in layers)
 
 
 def split_heads(projected: torch.Tensor, heads: int) -> torch.Tensor:

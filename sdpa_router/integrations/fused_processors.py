@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .fused_processor import FusedProcessor, Pair, attend, attend_jointly, split_heads
+from .fused_processor import FusedProcessor, Pair, attend, attend_jointly, project, split_heads
 
 
 class FusedWan(FusedProcessor):
@@ -38,10 +38,7 @@ class FusedWan(FusedProcessor):
             return self.plain(  # type: ignore[no-any-return]
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
             )
-        query, key, value = (
-            split_heads(layer(x), attn.heads)
-            for layer, x in ((attn.to_q, hidden_states), (attn.to_k, source), (attn.to_v, source))
-        )
+        query, key, value = project(attn, hidden_states, source)
         angles = None if rotary_emb is None else (rotary_emb[0][:, :, 0], rotary_emb[1][:, :, 0])
         norms = (attn.norm_q, attn.norm_k)
         out = attend(query, key, value, norms, angles, attention_mask, across_heads=True)
@@ -76,8 +73,7 @@ class FusedFlux(FusedProcessor):
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
         if encoder_hidden_states is None:
-            layers = (attn.to_q, attn.to_k, attn.to_v)
-            query, key, value = (split_heads(layer(hidden_states), attn.heads) for layer in layers)
+            query, key, value = project(attn, hidden_states, hidden_states)
             norms = (attn.norm_q, attn.norm_k)
             return attend(query, key, value, norms, image_rotary_emb, attention_mask, across_heads=False)
         out = attend_jointly(attn, hidden_states, encoder_hidden_states, image_rotary_emb, attention_mask)
@@ -165,10 +161,7 @@ class FusedLTX(FusedProcessor):
             return self.plain(  # type: ignore[no-any-return]
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
-        query, key, value = (
-            split_heads(layer(x), attn.heads)
-            for layer, x in ((attn.to_q, hidden_states), (attn.to_k, source), (attn.to_v, source))
-        )
+        query, key, value = project(attn, hidden_states, source)
         angles = None
         if image_rotary_emb is not None:
             angles = (split_heads(image_rotary_emb[0], attn.heads), split_heads(image_rotary_emb[1], attn.heads))
