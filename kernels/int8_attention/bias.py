@@ -89,8 +89,7 @@ def prepare(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """attn_mask -> (bias, anchor, live) as in Quantized; rows that are views of one another are read once."""
     length = padded_len(kv_len, config)
-    rows = [1 if attn_mask.stride(axis) == 0 else attn_mask.shape[axis] for axis in (0, 1)]
-    strides = [attn_mask.stride(axis) if attn_mask.shape[axis] > 1 else 0 for axis in (0, 1, 3)]
+    rows, strides = mask_rows(attn_mask)
     device = attn_mask.device
     bias = empty((*rows, length), torch.float32, device)
     anchor = empty((*rows, 2), torch.float32, device)
@@ -105,11 +104,17 @@ def prepare(
     return bias, anchor, live
 
 
+def mask_rows(attn_mask: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Rows [Bm, Hm] in memory of a mask [1 or B, 1 or H, 1, K], and its strides of batch, head and key."""
+    rows = [1 if attn_mask.stride(axis) == 0 else attn_mask.shape[axis] for axis in (0, 1)]
+    return rows, [attn_mask.stride(axis) if attn_mask.shape[axis] > 1 else 0 for axis in (0, 1, 3)]
+
+
 def padded_len(kv_len: int, config: Config) -> int:
     """kv_len rounded up to whole key tiles."""
     return -(-kv_len // config.block_n) * config.block_n
 
 
 def row_strides(bias: torch.Tensor) -> tuple[int, int]:
-    """Rows to step in a prepared bias [Bm, Hm, N] for the next batch and the next head; 0 where they share one."""
+    """Rows to step in a prepared bias [Bm, Hm, ...] for the next batch and the next head; 0 where they share one."""
     return (bias.shape[1] if bias.shape[0] > 1 else 0), (1 if bias.shape[1] > 1 else 0)

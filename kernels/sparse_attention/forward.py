@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..int8_attention.bias import row_strides
 from ..int8_attention.configs import Config, padded_head_dim
 from ..int8_attention.launch import launch
 from ..int8_attention.limits import interpreting
 from ..int8_attention.quantize import Quantized
-from .key_bias import row_steps
 from .list_kernels import _in_log2
 from .lists import TILE, Lists
 
@@ -174,7 +174,7 @@ def attention(
         q_len, kv_len, quantized.key.shape[2], heads, heads // kv_heads, lists.tiles.shape[1], lists.step_b,
         lists.step_h, 0 if bias is None else bias.shape[2], lists.anchors,
         *value.stride()[:3], *out.stride()[:3], *(lse.stride() if lse is not None else (0, 0, 0)),
-        *((0, 0) if bias is None else row_steps(bias)), *mask_strides(mask),
+        *((0, 0) if bias is None else row_strides(bias)), *mask_strides(mask),
         D=head_dim, DP=padded_head_dim(head_dim), TILE=TILE, HAS_BIAS=bias is not None,
         HAS_TABLE=lists.bias_rows is not None, HAS_MASK=mask is not None,
         IS_BOOL=mask is not None and mask.dtype == torch.bool, HAS_LSE=lse is not None, TAIL=kv_len % TILE != 0,

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..int8_attention.bias import row_strides
 from ..int8_attention.configs import Config, padded_head_dim
 from ..int8_attention.hopper import BOUND, _describe
 from ..int8_attention.hopper_parts import _accumulator, _bound, _scores, _write
@@ -23,7 +24,6 @@ from .configs import WORDS
 from .forward import mask_strides
 from .hopper_parts import _read_mask, _softmax
 from .hopper_ring import Traits, _await, _entry_of, _in_ring, _producer, _release, _slot_of, _viewed, _wide
-from .key_bias import row_steps
 from .lists import TILE, Lists
 
 _COLUMNS = 64  # of the values: what a TMA load brings of each row, 128 bytes
@@ -295,7 +295,7 @@ def attention(
         q_len, kv_len, quantized.key.shape[2] // TILE, heads, heads // kv_heads, lists.tiles.shape[1], lists.step_b,
         lists.step_h, 0 if bias is None else bias.shape[2], lists.anchors,
         *out.stride()[:3], *(lse.stride() if lse is not None else (0, 0, 0)),
-        *((0, 0) if bias is None else row_steps(bias)), *mask_strides(words)[:3], BOUND[value.dtype],
+        *((0, 0) if bias is None else row_strides(bias)), *mask_strides(words)[:3], BOUND[value.dtype],
         T=traits(
             config, head_dim, _KINDS[None if mask is None else mask.dtype], has_bias=bias is not None,
             has_table=lists.bias_rows is not None, has_floor=lists.floor is not None, has_lse=lse is not None,

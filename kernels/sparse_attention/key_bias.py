@@ -12,14 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..int8_attention.bias import _raw_bias
+from ..int8_attention.bias import _raw_bias, mask_rows, row_strides
 from ..int8_attention.launch import empty, launch
-from .list_kernels import _counts
+from .list_kernels import _NEGLIGIBLE, _counts
 from .lists import TILE, Lists
 
 _TILES = 16  # key tiles of a program
-# In log2 below the largest bias of its tile: such a key counts for nothing (see int8_attention.bias.NEGLIGIBLE).
-_NEGLIGIBLE = tl.constexpr(-11818.0)
 
 
 class KeyBias(NamedTuple):
@@ -57,8 +55,7 @@ def key_bias(attn_mask: torch.Tensor | None, kv_len: int, like: torch.Tensor) ->
     """attn_mask [1 or B, 1 or H, 1, K] of any strides, bool or floating; None: the padding of the last tile alone."""
     rows, strides, nk = [1, 1], [0, 0, 0], triton.cdiv(kv_len, TILE)
     if attn_mask is not None:
-        rows = [1 if attn_mask.stride(axis) == 0 else attn_mask.shape[axis] for axis in (0, 1)]
-        strides = [attn_mask.stride(axis) if attn_mask.shape[axis] > 1 else 0 for axis in (0, 1, 3)]
+        rows, strides = mask_rows(attn_mask)
     table = empty((*rows, nk, TILE), torch.float32, like.device)
     top = empty((*rows, nk), torch.float32, like.device)
     is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
@@ -68,11 +65,6 @@ def key_bias(attn_mask: torch.Tensor | None, kv_len: int, like: torch.Tensor) ->
         HAS_MASK=attn_mask is not None, IS_BOOL=is_bool, TILE=TILE, TILES=_TILES, num_warps=4,
     )  # fmt: skip
     return KeyBias(table, top)
-
-
-def row_steps(rows: torch.Tensor) -> tuple[int, int]:
-    """Rows to step in [Bm, Hm, ...] for the next batch and the next head; 0 where they share one."""
-    return (rows.shape[1] if rows.shape[0] > 1 else 0), (1 if rows.shape[1] > 1 else 0)
 
 
 @triton.jit(do_not_specialize=["nq", "nk", "heads", "anchors"])
@@ -113,7 +105,7 @@ def kept_keys(keep: torch.Tensor, bias: KeyBias | None, lists: Lists | None) -> 
     steps = (0, 0)
     if bias is not None:
         rows = [max(given, n) for given, n in zip(rows, bias.top.shape, strict=False)]
-        steps = row_steps(bias.top)
+        steps = row_strides(bias.top)
     nq, nk = keep.shape[2:]
     kept = empty((*rows, nk * TILE), torch.float32, keep.device)
     strides = [keep.stride(axis) if keep.shape[axis] > 1 else 0 for axis in (0, 1)] + list(keep.stride()[2:])
@@ -149,5 +141,6 @@ def forget_unseen(key_norm: torch.Tensor, kept: torch.Tensor) -> None:
     grid = (triton.cdiv(nk, 256), batch * kv_heads)
     group = max(1, kept.shape[1] // kv_heads)
     launch(
-        _forget_unseen, grid, kept, key_norm, nk, kv_heads, group, *row_steps(kept), TILE=TILE, BLOCK=256, num_warps=2,
+        _forget_unseen, grid, kept, key_norm, nk, kv_heads, group, *row_strides(kept),
+        TILE=TILE, BLOCK=256, num_warps=2,
     )  # fmt: skip

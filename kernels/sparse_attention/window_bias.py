@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..int8_attention.bias import ABSORBING, _raw_bias
+from ..int8_attention.bias import ABSORBING, _raw_bias, mask_rows
 from ..int8_attention.launch import empty, launch
-from .key_bias import _NEGLIGIBLE
+from .list_kernels import NEGLIGIBLE
 from .lists import TILE, Lists
 from .windows import Plan
 
@@ -84,8 +84,7 @@ def with_bias(found: Plan, attn_mask: torch.Tensor, kv_len: int) -> tuple[Lists,
     attn_mask: [1 or B, 1 or H, 1, K] of any strides, bool or floating.
     """
     assert found.row_of is not None
-    rows = [1 if attn_mask.stride(axis) == 0 else attn_mask.shape[axis] for axis in (0, 1)]
-    strides = [attn_mask.stride(axis) if attn_mask.shape[axis] > 1 else 0 for axis in (0, 1, 3)]
+    rows, strides = mask_rows(attn_mask)
     lists, nk = found.row_of.shape
     table_rows, paired, device = found.table.shape[2], found.lists.paired, attn_mask.device
     table = empty((*rows, table_rows, TILE), torch.float32, device)
@@ -99,7 +98,7 @@ def with_bias(found: Plan, attn_mask: torch.Tensor, kv_len: int) -> tuple[Lists,
     )  # fmt: skip
     launch(
         _kept_in_windows, (triton.cdiv(nk, _TILES), rows[0] * rows[1]), table, found.row_of, kept,
-        nk, lists, table_rows, LOWEST=_NEGLIGIBLE.value, TILE=TILE, TILES=_TILES, num_warps=4,
+        nk, lists, table_rows, LOWEST=NEGLIGIBLE, TILE=TILE, TILES=_TILES, num_warps=4,
     )  # fmt: skip
     # Biases are relative to each list's largest one now: no floor is under 0.
     return found.lists._replace(anchor=anchor, anchors=lists, floor=None), table, kept
