@@ -33,6 +33,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Made here because torch 2.7 looks for a driver at the first one, unless there is no GPU.
 with FakeTensorMode():
     FAKES = torch.empty(1, 2, 64, 64, dtype=BF16, device="cuda"), torch.empty(1, 1, 64, 64, device="cuda")
+    ONE_FOR_ALL_KEYS = torch.empty(1, 1, 1, 1, dtype=torch.bool, device="cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -631,6 +632,20 @@ def test_biases_of_any_size_are_biases(kitchen, least):
         assert torch.equal(F.scaled_dot_product_attention(query, key, value, nothing), torch.zeros_like(query))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_what_is_no_number_in_a_bias_shows(kitchen, value, dtype):
+    """comfy-kitchen itself answers 0 in such a row."""
+    tensors = draw()
+    bias = torch.linspace(-6, 0, 128).repeat(1, 2, 1, 1).to(dtype)
+    bias[0, 1, 0, 77] = value
+    with route(backends=("comfy",), allow_mask_blind=True, on_unsupported="raise"):
+        out = F.scaled_dot_product_attention(*tensors, bias)
+    assert out[:, 1].isnan().all()
+    expected = sdpa_oracle(*tensors, bias)[0]
+    assert relative_error(out[:, 0], expected[:, 0]) < 0.01
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, FP32])
 @pytest.mark.parametrize("kind", ["one for all keys", "every second", "expanded", "by head"])
 def test_however_a_key_mask_lies_in_memory_it_is_read_right(kitchen, dtype, kind):
@@ -738,6 +753,8 @@ def test_torchs_own_backends_are_asked_by_torchs_own_checks(monkeypatch):
     assert codes("torch-flash", query, query, query) == [Code.TORCH_REFUSES]
     assert codes("torch-cudnn", query, query, query, mask) == []
     assert asked[-1][3].dtype == BF16, "judged with the mask that it will get"
+    assert codes("torch-efficient", query, query, query, ONE_FOR_ALL_KEYS) == []
+    assert (asked[-1][3].shape[3], asked[-1][3].stride(3)) == (64, 0), "as torch's kernel will get it"
     assert codes("torch-math", query, query, query) == []
     assert codes("torch-math", *draw()) == [Code.DEVICE]
     decision = choose(Call(query, query, query), Settings(backends=("torch-flash", "torch-cudnn")))
