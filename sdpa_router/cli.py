@@ -79,7 +79,7 @@ def _parser() -> _Parser:
 
     tune = commands.add_parser("tune", help="measure all backends on this GPU, for route(backends='fastest')")
     grid = tune.add_mutually_exclusive_group()
-    grid.add_argument("--quick", action="store_true", help="about 40 calls instead of 100: under a minute on an H200")
+    grid.add_argument("--quick", action="store_true", help="about 50 calls instead of 110: under a minute on an H200")
     grid.add_argument(
         "--shapes", type=_file, metavar="RUN.jsonl", help="the calls of a run that SDPA_ROUTER_JSONL recorded"
     )
