@@ -163,7 +163,8 @@ def fastest(times: Mapping[str, float], exact: str, tie: float = TIE) -> str:
 
 def _waited_for(device: float, host: float) -> float:
     longer, share = max(device, host), min(device, host) / max(device, host)
-    return longer * (1 + share**_SHARPNESS) ** (1 / _SHARPNESS)
+    waited: float = longer * (1 + share**_SHARPNESS) ** (1 / _SHARPNESS)
+    return waited
 
 
 class _Weighed(NamedTuple):
