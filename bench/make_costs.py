@@ -1,4 +1,4 @@
-"""Write the cost table that is shipped for a GPU: the grid of `sdpa-router tune`, then the measured calls of the bench.
+"""Write the cost table that is shipped for a GPU: the grid of `sdpa-router tune`, and what the bench measured beside it.
 
     python bench/make_costs.py [--tuned costs-nvidia-h200-....json] [--device "NVIDIA H200"]
 
@@ -94,7 +94,7 @@ def main() -> int:
     commit = options.commit or lines[-1]["commit"]
     rows = [row for row in lines if row["commit"].startswith(commit)]
     tuned = read_table(options.tuned) if options.tuned else Table((), {}, {"device": options.device})
-    points = {point.size: point for point in tuned.points} | measured(rows, options.device)
+    points = measured(rows, options.device) | {point.size: point for point in tuned.points}
     host = {**host_of(rows, options.device), **tuned.host}
     table = Table(tuple(points.values()), errors_of(rows, options.device, tuned), tuned.facts, host=host)
     out = PACKAGE / f"costs_{options.device.lower().replace(' ', '_')}.json"
