@@ -1,4 +1,4 @@
-"""Write the cost table that is shipped for a GPU: the grid of `sdpa-router tune`, and what the bench measured beside it.
+"""Write the cost table that is shipped for a GPU: the grid of `sdpa-router tune`, and what the bench measured too.
 
     python bench/make_costs.py [--tuned costs-nvidia-h200-....json] [--device "NVIDIA H200"]
 

@@ -109,12 +109,14 @@ def _fastest(call: Call, settings: Settings, verdicts: Verdicts, table: Table | 
         verdicts["int8"] = too_short
         usable.remove("int8")
     times = {name: known[name] for name in (*usable, TORCH) if name in known}
-    best = fastest(times, TORCH, table.tie(size))
+    tie = table.tie(size)
+    best = fastest(times, TORCH, tie)
     for name in usable:
         if name not in times:
             verdicts[name] = (Reason(Code.NOT_MEASURED, f"{name} near this size", ", ".join(times)),)
         elif name != best:
-            verdicts[name] = (Reason(Code.SLOWER, _ms(times[name]), f"{best} with {_ms(times[best])}"),)
+            tied = f": less than {tie - 1:.0%} is no difference here" if times[name] < times[best] else ""
+            verdicts[name] = (Reason(Code.SLOWER, _ms(times[name]), f"{best} with {_ms(times[best])}{tied}"),)
     return _Choice(best, tuple(times.items()))
 
 

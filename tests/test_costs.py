@@ -311,6 +311,10 @@ def test_torch_is_taken_where_there_is_no_difference(monkeypatch, only_int8):
     for ms, expected in ((1.0, "sdpa"), (0.99, "sdpa"), (0.9, "int8")):
         holds(monkeypatch, Table((Point(size, {"torch": 1.0, "int8": ms}),)))
         assert decided(fake_call()).backend == expected
+    holds(monkeypatch, Table((Point(size, {"torch": 1.0, "int8": 0.99}),)))
+    assert "estimated to take 0.99 ms; the choice is torch with 1 ms: less than 2% is no difference here" in str(
+        decided(fake_call())
+    )
 
 
 def test_without_a_table_rules_decide(monkeypatch, only_int8):
