@@ -451,6 +451,44 @@ def test_a_wrong_choice_is_a_regret(monkeypatch):
     assert [regret.ratio for regret in replay.regrets(right, rows, "a GPU")] == [1.0]
 
 
+def test_a_shipped_table_is_of_one_commit_and_as_tune_measured_it(monkeypatch, tmp_path):
+    bench_modules(monkeypatch)
+    make = importlib.import_module("make_costs")
+    usual = {"variant": "call", "lse": False, "inputs": "gaussian", "device": "A GPU", "pv": "16bit", "mask": "none"}
+    usual |= {"error": 0.01, "host_us": 100.0, "spread": 0.01, "is_causal": False}
+
+    def rows(commit, length, *times):
+        shape = [1, 24, length, length, 128]
+        return [{**usual, "run": commit, "commit": commit, "shape": shape, "impl": n, "ms": ms} for n, ms in times]
+
+    lines = [
+        *rows("old", 2048, ("torch", 1.0), ("int8", 3.0)),
+        *rows("new", 4096, ("torch", 4.0), ("int8", 2.0), ("fa3", 0.11)),
+        *rows("new", 8192, ("torch", 16.0), ("int8", 99.0)),
+        *rows("new", 1024, ("int8", 1.0)),
+    ]
+    attention, tuned = tmp_path / "attention.jsonl", tmp_path / "costs.json"
+    attention.write_text("\n".join(map(json.dumps, lines)))
+    known = Table((Point(Size(1, 24, 8192, 8192, 128), {"torch": 16.0, "int8": 8.0}),), {}, {}, "", {"int8": 0.2})
+    tuned.write_text(json.dumps(known.as_json()))
+    monkeypatch.setattr(make, "PACKAGE", tmp_path)
+    arguments = ["--tuned", str(tuned), "--device", "A GPU", "--attention", str(attention)]
+    monkeypatch.setattr("sys.argv", ["make_costs.py", *arguments])
+    assert make.main() == 0
+    found = cost_files.read_table(tmp_path / "costs_a_gpu.json")
+    ms = {point.size.q_len: dict(point.ms) for point in found.points}
+    assert ms == {4096: {"torch": 4.0, "int8": 2.0}, 8192: {"torch": 16.0, "int8": 8.0}}, "the host set fa3's time"
+    assert found.host == {"torch": 0.1, "int8": 0.2, "fa3": 0.1}
+
+
+def test_the_last_run_is_one_of_several_cases(monkeypatch):
+    _, replay = bench_modules(monkeypatch)
+    runs = (("a", "flux"), ("b", "flux"), ("b", "sdxl"), ("c", "flux"), ("c", "flux"))
+    rows = [{"run": run, "case": case, "impl": "fastest"} for run, case in runs]
+    assert replay.last_run([*rows, {"run": "d", "case": "wan", "impl": "int8"}]) == "b"
+    assert replay.last_run(rows[:1]) == "a"
+
+
 # --- tune
 
 
