@@ -599,6 +599,24 @@ def test_sage_2_answers_on_the_default_stream_only(monkeypatch):
     assert stats()["reasons"] == {"stream": 1}
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("peer", [stand_ins.Comfy, stand_ins.Sage1, stand_ins.Sage2])
+def test_what_is_no_number_in_an_argument_shows(monkeypatch, peer, where, value):
+    """Where torch answers it: their kernels take the largest number and lose NaN."""
+    peer().module(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    name = "comfy" if peer is stand_ins.Comfy else "sage"
+    tensors = draw(heads=4, kv_heads=2)
+    tensors[where][0, 1, 5, 3] = value
+    with route(backends=(name,), on_unsupported="raise"):
+        out = F.scaled_dot_product_attention(*tensors, enable_gqa=True)
+    expected = sdpa_oracle(*tensors, enable_gqa=True)[0]
+    assert not out[~expected.isfinite()].isfinite().any()
+    others = [head for head in range(4) if head != 1] if where == 0 else [0, 1]
+    assert relative_error(out[:, others], expected[:, others]) < 0.01
+
+
 # --- comfy-kitchen
 
 

@@ -16,7 +16,7 @@ from ..decision import Code, MaskKind, Reason
 from ..mask import key_view
 from ..settings import Settings
 from .base import Backend, BackendLimits, mask_blind
-from .peers import EntryPoint, entry_point, on_gpu, softmax_scale, uneven_strides
+from .peers import EntryPoint, entry_point, on_gpu, softmax_scale, spoil, uneven_strides
 
 LIMITS = BackendLimits(masks=(MaskKind.PER_KEY,), causal="none", positive_scale=True, blind=True, error=0.02)
 _NEEDS = ("q", "k", "v", "scale", "attn_mask")
@@ -66,7 +66,7 @@ def _reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
 
 
 class _Anchored(NamedTuple):
-    """What comfy-kitchen is asked with, and what is added to its answer: 0, or NaN; None where no bias can hold one."""
+    """What comfy-kitchen is asked with, and what to add to its answer: 0 or NaN, None where no bias can hold one."""
 
     query: torch.Tensor
     mask: torch.Tensor
@@ -99,7 +99,7 @@ def _run(call: Call, settings: Settings, attention: Callable[..., torch.Tensor])
     if call.attn_mask is not None:
         query, mask, poison = _anchored(query, call.attn_mask, call.key.shape[2])
     out: torch.Tensor = function(query, call.key, call.value, scale=softmax_scale(call), attn_mask=mask)
-    return out if poison is None else out.add_(poison)
+    return spoil(out, call, poison)
 
 
 BACKENDS = (Backend("comfy", LIMITS, _reasons_against, _run),)
