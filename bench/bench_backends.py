@@ -5,7 +5,7 @@
 
 1. `sdpa-router tune --quick`, timed as a whole; its table goes to --folder and holds from then on.
 2. bench_attention.py on the cases with every backend and fastest, each checked against float64, interleaved.
-3. bench_dispatch.py's decisions, with four backends too.
+3. bench_dispatch.py's decisions, with four backends too, and short calls that go to torch, in pairs.
 
 Goals: fastest within 3 % of the best single backend, never slower than torch, tune under 60 s, a decision in 4 us.
 Writes attention.jsonl, dispatch.jsonl and backends.jsonl (one line for each case and mask) into --folder.
@@ -33,6 +33,7 @@ Row = dict[str, Any]
 # Those that a deadline may cut come last.
 CASES = "flux,qwen-image,cross-512,causal-16k,d64-8k,short,d256-8k,sdxl,ltx,h3-window,d96-8k,wan-14b"
 IMPLS = "int8,torch,fa3,comfy,sage,sage2,fastest"
+SHORT = (256, 512, 1024)
 GOAL_RATIO, GOAL_TUNE_S = 1.03, 60.0
 COLUMNS = ("case", "mask", "fastest ms", "best single", "ms", "ratio", "torch ms", "ratio", "goal")
 
@@ -111,6 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
     with torch.no_grad():
         bench = bench_dispatch.Dispatch(Invocation(device, options.folder / "dispatch.jsonl", commit), True)
         bench_dispatch.measure_decisions(bench)
+        for tokens in SHORT if device.type == "cuda" else ():
+            bench.never_slower(tokens, "none", "eager")
     return code or (0 if good else 1)
 
 

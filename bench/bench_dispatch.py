@@ -221,7 +221,7 @@ class Dispatch:
         """Pairs of (ours, bare) in microseconds a call; who goes first alternates."""
 
         def lap(run: Run, loops: int) -> float:
-            finish = watch.lap(run, loops)
+            finish = watch.lap(run, loops, queued=count == "queued")
             watch.wait()
             return finish()[0] * 1e3
 

@@ -18,6 +18,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
+from matplotlib.transforms import Bbox
 from records import RESULTS
 
 Row = dict[str, Any]
@@ -37,6 +38,7 @@ LABELS = {"int8": "int8 (ours)", "torch": "torch", "fa3": "FlashAttention-3", "c
           "flex": "FlexAttention", "sage": "SageAttention 1", "sage2": "SageAttention 2",
           "fastest": "backends=\"fastest\""}  # fmt: skip
 _RIVALS = 2
+_POINT = 7  # half a point's size in pixels
 
 
 def chosen(rows: list[Row], case: str, device: str) -> list[Row]:
@@ -78,22 +80,20 @@ def draw_masks(axes: Any, rows: list[Row]) -> None:
         )
         axes.bar_label(bars, [f"{speed:.0f}" for speed in speeds], fontsize=6.5, padding=1, rotation=90)
     axes.set_xticks(range(len(masks)), [MASKS[mask] for mask in masks])
-    axes.set_ylim(0, 1.3 * max(row["tflops"] for row in rows))
+    axes.set_ylim(0, 1.1 * max(row["tflops"] for row in rows))
     axes.set_ylabel("effective TFLOPS, whole call")
-    axes.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper right")
+    legend = axes.legend(fontsize=7.5, frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1))
+    legend.set_in_layout(False)  # it is wider than the axes, beside which there is room
 
 
-def draw_errors(axes: Any, rows: list[Row]) -> None:
-    """Error against speed: filled without a mask, hollow with the fade; names alternate above and below."""
+def draw_errors(axes: Any, rows: list[Row]) -> dict[str, Row]:
+    """Error against speed: filled without a mask, hollow with the fade. Returns the point to be named by name."""
     shown = sorted((row for row in rows if row["mask"] in ("none", "fade")), key=lambda row: row["tflops"])
     named: dict[str, Row] = {}
     for row in sorted(shown, key=lambda row: row["mask"] == "fade"):
         style = {"facecolors": "none"} if row["mask"] == "fade" else {"color": colour_of(row)}
         axes.scatter(row["tflops"], row["error"], s=60, edgecolors=colour_of(row), linewidths=1.5, zorder=3, **style)
         named.setdefault(name_of(row), row)
-    for number, (name, row) in enumerate(sorted(named.items(), key=lambda item: item[1]["tflops"])):
-        shift = (0, -17) if number % 2 else (0, 9)
-        axes.annotate(name, (row["tflops"], row["error"]), shift, textcoords="offset points", ha="center", fontsize=8)
     axes.set_yscale("log")
     axes.set_xlim(0, 1.15 * shown[-1]["tflops"])
     low, high = min(row["error"] for row in shown), max(row["error"] for row in shown)
@@ -101,9 +101,29 @@ def draw_errors(axes: Any, rows: list[Row]) -> None:
     axes.yaxis.set_major_locator(FixedLocator([0.002, 0.005, 0.01, 0.02, 0.05, 0.1]))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("effective TFLOPS, whole call (filled: no mask, hollow: fade per key)")
+    axes.set_xlabel("effective TFLOPS, whole call (filled: no mask, hollow: fade)")
     axes.set_ylabel("relative error against float64, N(0, 1)")
     axes.grid(alpha=0.25)
+    return named
+
+
+def put_names(axes: Any, named: dict[str, Row]) -> None:
+    """Write each name above its point, or below where that would cover another name or point."""
+    canvas = axes.figure.canvas
+    places = {name: axes.transData.transform((row["tflops"], row["error"])) for name, row in named.items()}
+    taken = [Bbox.from_bounds(x - _POINT, y - _POINT, 2 * _POINT, 2 * _POINT) for x, y in places.values()]
+    for name, row in sorted(named.items(), key=lambda item: -item[1]["error"]):
+        for shift in ((0, 9), (0, -17), (0, 21), (0, -29)):
+            text = axes.annotate(
+                name, (row["tflops"], row["error"]), shift, textcoords="offset points", ha="center", fontsize=8
+            )
+            box = text.get_window_extent(canvas.get_renderer())
+            if box.count_overlaps(taken) == 0:
+                break
+            text.remove()
+        else:
+            axes.add_artist(text)
+        taken.append(box)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -117,14 +137,15 @@ def main(arguments: list[str] | None = None) -> int:
     rows = chosen([json.loads(line) for line in lines], options.case, options.device)
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8), width_ratios=(1.25, 1))
     draw_masks(left, rows)
-    draw_errors(right, rows)
+    named = draw_errors(right, rows)
     first = rows[0]
     shape = "x".join(map(str, first["shape"]))
     versions = f"torch {first['torch']}, Triton {first['triton']}, commit {first['commit'][:7]}"
     figure.suptitle(f"{options.case} {shape}, {first['dtype']}, {first['device']}, {versions}", fontsize=10)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    put_names(right, named)  # which takes the layout as it will be
     figure.savefig(options.out, dpi=130)
     print(f"{len(rows)} measurements of run {first['run']} in {options.out}")
     return 0

@@ -3,16 +3,19 @@
 What is counted. On a GPU: CUDA events round one repeat. A call of a millisecond or more is a repeat by itself, after
 the L2 cache was overwritten; shorter calls are repeated back to back until they fill a millisecond, so that what is
 counted is what a model in eager mode waits for, the slower of the host and the device, with inputs warm in the cache.
-A captured graph (`captured`) leaves the host out. On a CPU: time.perf_counter round the same repeats.
+Such a repeat begins on an idle GPU with a call that is not counted: nothing hides the host but the calls themselves,
+and no first launch is waited for. A captured graph (`captured`) leaves the host out. On a CPU: time.perf_counter round
+the same repeats.
 
-Rivals are interleaved: every round runs each rival once, each time beginning with another one, so that the clock,
-the heat and the neighbours of the chip are the same for all. The first round is not counted. Medians are reported,
+Rivals are interleaved: every round runs each rival once, in an order drawn anew, so that the clock, the heat, the
+neighbours of the chip and who came before are the same for all. The first round is not counted. Medians are reported,
 with the distance of the quartiles over the median as `spread`: a difference smaller than that is noise.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -26,6 +29,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 _REPEAT_MS = 1.0
 _MOST_CALLS = 100
+# Calls that take the host's time vary most: they are repeated so many times as often.
+_SHORT_MS, _MORE_REPEATS = 0.05, 4
 # Over four times the 60 MB of L2 of an H200, the largest of the chips in mind.
 _FLUSH_BYTES = 256 * 2**20
 
@@ -41,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a rival is timed: `budget_ms` in all, but at least and at most so many repeats."""
+    """How long a rival is timed: `budget_ms` in all, but at least and at most so many repeats; short calls more."""
 
     budget_ms: float = 500.0
     min_repeats: int = 5
@@ -82,9 +87,13 @@ class Stopwatch:
         self.cuda = device.type == "cuda"
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device) if self.cuda else None
 
-    def lap(self, run: Run, loops: int) -> Callable[[], tuple[float, float]]:
+    def lap(self, run: Run, loops: int, *, queued: bool = False) -> Callable[[], tuple[float, float]]:
+        """One repeat of `loops` calls; queued: behind other work even if they are several."""
         calls = loops * run.calls
         with run.context():
+            if loops > 1 and not queued:
+                self.wait()
+                run.call()
             if self._flush is None:
                 began = time.perf_counter()
                 for _ in range(loops):
@@ -93,7 +102,8 @@ class Stopwatch:
                 return lambda: (seconds / calls * 1e3, seconds / calls * 1e6)
             cuda: Any = torch.cuda
             start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-            self._flush.zero_()
+            if loops == 1 or queued:
+                self._flush.zero_()
             start.record()
             began = time.perf_counter()
             for _ in range(loops):
@@ -128,17 +138,22 @@ def _plan(run: Run, watch: Stopwatch, effort: Effort) -> _Rival:
     watch.wait()
     first = watch.lap(run, 1)
     watch.wait()
+    if first()[0] * run.calls < _REPEAT_MS:
+        first = watch.lap(run, 3)  # of which one that was interrupted is a part only
+        watch.wait()
     ms = max(first()[0] * run.calls, 1e-4)
     loops = 1 if ms >= _REPEAT_MS else min(_MOST_CALLS, math.ceil(_REPEAT_MS / ms))
     repeats = int(effort.budget_ms / (ms * loops))
-    return _Rival(run, loops, max(effort.min_repeats, min(effort.max_repeats, repeats)))
+    most = effort.max_repeats * (_MORE_REPEATS if ms < _SHORT_MS else 1)
+    return _Rival(run, loops, max(effort.min_repeats, min(most, repeats)))
 
 
 def _round(rivals: dict[Key, _Rival], results: dict[Key, Timing | Exception], watch: Stopwatch, number: int) -> None:
     """One repeat of every rival that has repeats left; round 0 only warms up."""
     keys = list(rivals)
+    random.Random(number).shuffle(keys)
     laps = []
-    for key in keys[number % len(keys) :] + keys[: number % len(keys)] if keys else []:
+    for key in keys:
         if number > rivals[key].repeats:
             continue
         try:

@@ -99,19 +99,24 @@ class _Choice(NamedTuple):
 def _fastest(call: Call, settings: Settings, verdicts: Verdicts, table: Table | None) -> _Choice:
     """Choose by estimated time among those without a reason; adds the reason to those that are not chosen."""
     usable = [name for name, reasons in verdicts.items() if not reasons]
-    known = table.estimate(size_of(call)) if table is not None and usable else {}
+    if table is None or not usable:
+        return _by_rule(call, settings, verdicts, usable)
+    size = size_of(call)
+    known = table.estimate(size)
     if TORCH not in known:
         return _by_rule(call, settings, verdicts, usable)
     if settings.min_kv is not None and "int8" in usable and (too_short := tuple(short(call, settings))):
         verdicts["int8"] = too_short
         usable.remove("int8")
     times = {name: known[name] for name in (*usable, TORCH) if name in known}
-    best = fastest(times, TORCH)
+    tie = table.tie(size)
+    best = fastest(times, TORCH, tie)
     for name in usable:
         if name not in times:
             verdicts[name] = (Reason(Code.NOT_MEASURED, f"{name} near this size", ", ".join(times)),)
         elif name != best:
-            verdicts[name] = (Reason(Code.SLOWER, _ms(times[name]), f"{best} with {_ms(times[best])}"),)
+            tied = f": less than {tie - 1:.0%} is no difference here" if times[name] < times[best] else ""
+            verdicts[name] = (Reason(Code.SLOWER, _ms(times[name]), f"{best} with {_ms(times[best])}{tied}"),)
     return _Choice(best, tuple(times.items()))
 
 

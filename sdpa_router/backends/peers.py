@@ -90,3 +90,17 @@ def heads_last(query: torch.Tensor) -> bool:
 def softmax_scale(call: Call) -> float:
     """Return the scale of a call as a number."""
     return float(call.query.shape[-1] ** -0.5 if call.scale is None else call.scale)
+
+
+def spoil(out: torch.Tensor, call: Call, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Make `out` NaN in place where torch answers NaN because an argument isn't finite, and return it.
+
+    Kernels that round to int8 lose it: the largest of numbers and NaN is a number to them. A query spoils its row, a
+    key its head, a value its channel; bias: 0, or NaN to be added to a head. Looking first would wait for the device.
+    """
+    largest = functools.partial(torch.linalg.vector_norm, ord=float("inf"), keepdim=True)
+    seen = (largest(call.key, dim=(2, 3)) + largest(call.value, dim=2)) * 0
+    group = call.query.shape[1] // seen.shape[1]
+    if group > 1:
+        seen = seen.repeat_interleave(group, dim=1)
+    return out.add_(seen if bias is None else seen + bias).add_(largest(call.query, dim=-1) * 0)

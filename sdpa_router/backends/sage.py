@@ -16,7 +16,7 @@ from ..decide import call_against
 from ..decision import Code, Reason
 from ..settings import Settings
 from .base import Backend, BackendLimits
-from .peers import EntryPoint, entry_point, heads_last, on_gpu, softmax_scale, too_many_elements
+from .peers import EntryPoint, entry_point, heads_last, on_gpu, softmax_scale, spoil, too_many_elements
 
 # error: 0.0138 measured of 1.0.6, 0.039 of 2.2 on Hopper, whose P @ V is in e4m3.
 LIMITS = BackendLimits(max_head_dim=128, causal="square", positive_scale=True, error=0.045)
@@ -80,10 +80,10 @@ def _run(call: Call, settings: Settings, attention: Callable[..., torch.Tensor])
         value = (value / factor).to(value.dtype)
     with _current_device_kept(query):
         out = _call(query, key, value, options)
-    if factor is None:
-        return out
-    repeated = factor.repeat_interleave(out.shape[1] // factor.shape[1], dim=1)
-    return (out * repeated).to(out.dtype)
+    if factor is not None:
+        repeated = factor.repeat_interleave(out.shape[1] // factor.shape[1], dim=1)
+        out = (out * repeated).to(out.dtype)
+    return spoil(out, call)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,9 @@ def _usable(chosen: SDPBackend, call: Call) -> bool:
     query, key, value, mask, dropout_p, is_causal, _, enable_gqa = call
     if mask is not None and needs_mask_cast(call):
         mask = torch.empty_strided(mask.shape, mask.stride(), dtype=query.dtype, device="meta")
+    if mask is not None and mask.dim() and mask.shape[-1] == 1:
+        # torch expands it after its check, and its memory-efficient kernel raises over the stride of 0.
+        mask = mask.expand(*mask.shape[:-1], key.shape[2])
     try:
         params = torch.backends.cuda.SDPAParams(query, key, value, mask, float(dropout_p), is_causal, enable_gqa)
     except (TypeError, ValueError):
