@@ -287,11 +287,11 @@ def refusals(me: Rank) -> None:
         ("quantize", ulysses_attention, (q, k, v), {"causal": True, "quantize": 1 if last else False}),
     ):
         me.found[f"refusals: {name}"] = error_of(attend, *given, **settings)
-    judge = start.judge
+    require = start.require
     if last:
-        start.judge = failing
+        start.require = failing
     me.found["refusals: any error"] = error_of(ring_attention, q, k, v)
-    start.judge = judge
+    start.require = require
     out = ring_attention(q, k, v)  # all is well afterwards
     me.found["refusals: afterwards"] = bool(out.isfinite().all())
 
