@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -137,11 +138,13 @@ TEXTS = {
     "mask length": "rank {last} gives a mask over 5 keys, expected 8 (its shard), {all} (all keys) or 1",
     "full mask": "rank {last} refuses: sdpa because full_mask",
     "float64": "rank {last} refuses: sdpa because dtype: query is float64",
+    "tensor of causal": "rank {last} refuses: sdpa because argument: given is_causal of type Tensor",
     "value_bits": "rank {last} refuses: gives value_bits 7, expected one of 8, 9, 16",
     "causal": "rank {last} gives 8 queries and 5 keys with causal=True, expected as many of one as of the other",
     "function": "rank {last} gives function 'ulysses_attention', expected 'ring_attention' as on rank 0",
     "quantised causal": "rank {last} refuses: gives quantize=True with causal",
     "gradient": "rank {last} refuses: sdpa because requires_grad",
+    "transform": "rank {last} refuses: sdpa because functorch: called under a torch.func transform",
     "no tensor": "rank {last} refuses: sdpa because tensor_subclass: given NoneType",
     "no mask": "rank {last} refuses: sdpa because invalid_mask: the mask is int",
     "rowless mask": "rank {last} refuses: sdpa because invalid_mask: the mask is [1, 1, 0, 8]",
@@ -413,6 +416,22 @@ def test_values_survive_the_wire(head_dim, bits, most, device):
     kernels.decode_value(code, low, scale, back)
     assert back[1, 0, 2].isnan().all()
     assert back.isnan().sum() == head_dim
+
+
+def test_values_of_several_threads(device):
+    """As where each thread has a group of its own: Triton's interpreter alone can't do that."""
+    values = [torch.randn(1, 1, 40 * n, 32, device=device).half() for n in (1, 2, 3)] * 3
+
+    def there_and_back(value):
+        code = torch.empty(value.shape, dtype=torch.int8, device=device)
+        scale = torch.empty(value.shape[:3], dtype=torch.bfloat16, device=device)
+        back = torch.empty_like(value)
+        kernels.encode_value(value, code, None, scale)
+        kernels.decode_value(code, None, scale, back)
+        return relative_error(back, value)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert max(pool.map(there_and_back, values)) < 0.0075
 
 
 @pytest.mark.parametrize("bits", [8, 9])

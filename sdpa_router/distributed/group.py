@@ -105,9 +105,9 @@ def agree(group: Group, facts: Facts, query: torch.Tensor, cause: Exception | No
     if there.type not in group.backends:  # gather where the group can: the refusal is what must arrive
         there = torch.device(next(iter(group.backends)), torch.cuda.current_device() if "cuda" in group.backends else 0)
     text = json.dumps({**asdict(facts), "refusal": facts.refusal[:_REFUSAL]}).encode()
-    mine = torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8).to(there)
-    gathered = [torch.empty_like(mine) for _ in range(group.size)]
-    with naming(group, "the exchange of shapes"):
+    with torch._C._DisableFuncTorch(), naming(group, "the exchange of shapes"):  # a transform is refused, but told of
+        mine = torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8).to(there)
+        gathered = [torch.empty_like(mine) for _ in range(group.size)]
         dist.all_gather(gathered, mine, group=group.handle)
         found = [json.loads(part.numpy().tobytes()) for part in torch.stack(gathered).cpu()]
     everyone = [Facts(**{**one, "mask_rows": tuple(one["mask_rows"])}) for one in found]

@@ -40,11 +40,17 @@ def attend(way: Way, asked: Asked, group: dist.ProcessGroup | None) -> torch.Ten
         everyone = agree(ranks, facts, mine.query, refused)
         count(way, mine, everyone, ranks.rank)
         with torch.cuda.device_of(mine.query):  # NCCL and Triton work on the current device
-            out, lse = way.run(mine, ranks, everyone)
+            out, lse = way.run(_as_they_lie(mine), ranks, everyone)
     if mesh:
         out = wrap(out, asked.query, mesh)
         lse = wrap(lse, asked.query, mesh) if asked.return_lse else lse
     return (out, lse) if asked.return_lse else out
+
+
+def _as_they_lie(asked: Asked) -> Asked:
+    """Return the tensors without negation by view, of which kernels that no operator launches know nothing."""
+    query, key, value = (tensor.resolve_neg() for tensor in asked[:3])
+    return asked._replace(query=query, key=key, value=value)
 
 
 def _told(way: Way, asked: Asked, ranks: Group, cause: Exception | None) -> tuple[Facts, Exception | None]:
