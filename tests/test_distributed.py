@@ -144,7 +144,8 @@ TEXTS = {
     "function": "rank {last} gives function 'ulysses_attention', expected 'ring_attention' as on rank 0",
     "quantised causal": "rank {last} refuses: gives quantize=True with causal",
     "gradient": "rank {last} refuses: sdpa because requires_grad",
-    "transform": "rank {last} refuses: sdpa because functorch: called under a torch.func transform",
+    "transform": "rank {last} refuses: sdpa because requires_grad: query requires a gradient; the kernel takes tensors "
+    "without, or no_grad(); functorch: called under a torch.func transform",
     "no tensor": "rank {last} refuses: sdpa because tensor_subclass: given NoneType",
     "no mask": "rank {last} refuses: sdpa because invalid_mask: the mask is int",
     "rowless mask": "rank {last} refuses: sdpa because invalid_mask: the mask is [1, 1, 0, 8]",
