@@ -3,10 +3,10 @@
     python bench/scaling.py            # table on stdout, bench/results/scaling.jsonl and scaling.png
 
 Measured: the int8 kernel on one H200 (bench/results/attention.jsonl), fitted as flops / rate + rows * prologue, and
-the copy bandwidth. By bench_parallel.py on two H200s (the newest lines of parallel.jsonl): the bandwidth of their link,
-the bytes of a hop, the rate of a long call on one GPU, which is lower, as power limits it, and how long no kernel ran
-beside a hop (in a profile, where the host is slower): taken for the start, while the host launches the first kernels,
-which every way pays once. The other times of two GPUs are set beside the model's.
+the copy bandwidth. By bench_parallel.py on two H200s (medians of the runs in parallel.jsonl): the bandwidth of their
+link, the bytes of a hop, the rate of a long call on one GPU, which is lower, as power limits it, and how long no kernel
+ran beside a hop (in a profile, where the host is slower): taken for the start, while the host launches the first
+kernels, which every way pays once. The other times of two GPUs are set beside the model's.
 Assumed: the other links below (what is left of their nominal rate after protocol); a hop or an all-to-all costs 30 us
 besides its bytes; but for that start a ring's transfer hides under attention wholly, an all-to-all not at all;
 element-wise passes run at 0.8 of the copy bandwidth; GPUs don't slow each other down; one call waits for the slowest
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ BYTES = {"16-bit": 4.0, "quantised": 2.142}  # of a key and a value, for each ch
 WAYS = ("ring", "ulysses", "ulysses x ring")
 
 Measured = dict[tuple[str, str], dict[str, Any]]  # lines of parallel.jsonl by case and way
+_MEDIANS = ("ms", "hidden", "sending_ms", "link_gb_s")
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,17 @@ def read(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def newest(rows: list[dict[str, Any]]) -> Measured:
-    """The last line of each case and way on two GPUs."""
-    return {(row["case"], row["way"]): row for row in rows if row["gpus"] == 2}
+def medians(rows: list[dict[str, Any]]) -> Measured:
+    """A line for each case and way on two GPUs: numbers are medians over the runs, which differ by 3 % and more."""
+    kept: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["gpus"] == 2:
+            kept.setdefault((row["case"], row["way"]), []).append(row)
+    found = {}
+    for key, lines in kept.items():
+        numbers = {name: [line[name] for line in lines if line.get(name) is not None] for name in _MEDIANS}
+        found[key] = {**lines[-1], **{name: statistics.median(seen) for name, seen in numbers.items() if seen}}
+    return found
 
 
 def step_times(kernel: Kernel, all_links: tuple[Link, ...]) -> list[dict[str, Any]]:
@@ -278,7 +288,15 @@ def against_measurement(kernel: Kernel, link: Link, measured: Measured) -> list[
         if row.get("ms"):
             model = (MODEL[way](kernel, link, 2, row["shape"][2], traffic) or 0.0) * 1e3
             ratio = round(model / row["ms"], 4)
-            rows.append({"way": name, "gpus": 2, "measured_ms": row["ms"], "model_ms": round(model, 2), "ratio": ratio})
+            rows.append(
+                {
+                    "way": name,
+                    "gpus": 2,
+                    "measured_ms": round(row["ms"], 2),
+                    "model_ms": round(model, 2),
+                    "ratio": ratio,
+                }
+            )
     return rows
 
 
@@ -286,7 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=records.RESULTS / "scaling.jsonl")
     arguments = parser.parse_args()
-    measured = newest(read("parallel.jsonl"))
+    measured = medians(read("parallel.jsonl"))
     kernel, all_links = at_length(fit(read("attention.jsonl")), measured), links(measured)
     rows, lengths = step_times(kernel, all_links), crossovers(kernel, all_links)
     checks = against_measurement(kernel, all_links[0], measured)
