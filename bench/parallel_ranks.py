@@ -84,6 +84,17 @@ class Bench:
             found[name] = (median, (high - low) / median)
         return found
 
+    def pairs(self, first: Way, second: Way, count: int) -> tuple[list[float], list[float]]:
+        """Milliseconds of `second` on this rank, and how many times those of the `first` next to it, in turns."""
+        seconds, ratios = [], []
+        for number in range(count + 2):
+            order = (first, second) if number % 2 else (second, first)
+            ms = {way: self.once(way) for way in order}
+            if number > 1:
+                seconds.append(ms[second])
+                ratios.append(ms[second] / ms[first])
+        return seconds, ratios
+
 
 def diffusers_part(name: str = "") -> Any:
     """Return diffusers or a module of it, None where it is not installed."""

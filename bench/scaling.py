@@ -3,17 +3,21 @@
     python bench/scaling.py            # table on stdout, bench/results/scaling.jsonl and scaling.png
 
 Measured: the int8 kernel on one H200 (bench/results/attention.jsonl), fitted as flops / rate + rows * prologue, and
-the copy bandwidth. Once bench_parallel.py has run on two GPUs: the bandwidth of their link, and the rate in its call on
-one GPU, which is lower, as long calls are limited by power. Its other times are set beside the model's.
+the copy bandwidth. By bench_parallel.py on two H200s (medians of the runs in parallel.jsonl): the bandwidth of their
+link, the bytes of a hop, the rate of a long call on one GPU, which is lower, as power limits it, and how long no kernel
+ran beside a hop (in a profile, where the host is slower): taken for the start, while the host launches the first
+kernels, which every way pays once. The other times of two GPUs are set beside the model's.
 Assumed: the other links below (what is left of their nominal rate after protocol); a hop or an all-to-all costs 30 us
-besides its bytes; a ring's transfer hides under attention wholly, an all-to-all not at all; element-wise passes run at
-0.8 of the copy bandwidth; GPUs don't slow each other down; one call waits for the slowest rank, and all are equal.
+besides its bytes; but for that start a ring's transfer hides under attention wholly, an all-to-all not at all;
+element-wise passes run at 0.8 of the copy bandwidth; GPUs don't slow each other down; one call waits for the slowest
+rank, and all are equal.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +31,11 @@ HEADS, HEAD_DIM = 40, 128
 PASS_BYTES_S = 0.8 * 4.27e12
 LATENCY_S = 30e-6
 EXCHANGE_S = 100e-6  # of shapes, before anything else
-BYTES = {"16-bit": 4.0, "quantised": 2.16}  # of a key and a value, for each channel
+BYTES = {"16-bit": 4.0, "quantised": 2.142}  # of a key and a value, for each channel: hop_bytes in parallel.jsonl
 WAYS = ("ring", "ulysses", "ulysses x ring")
+
+Measured = dict[tuple[str, str], dict[str, Any]]  # lines of parallel.jsonl by case and way
+_MEDIANS = ("ms", "hidden", "sending_ms", "link_gb_s")
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The measured kernel: flops/s, seconds a query row of a head."""
+    """The measured kernel: flops/s, seconds a query row of a head, seconds until all is launched in a sharded call."""
 
     rate: float
     row: float
+    start: float = 0.0
 
     def seconds(self, heads: float, queries: float, keys: float) -> float:
         """Attention of one tile."""
@@ -79,14 +87,15 @@ def fit(rows: Iterable[dict[str, Any]]) -> Kernel:
     return Kernel(determinant / (a1 * bb - b1 * ab), (aa * b1 - ab * a1) / determinant)
 
 
-def at_length(kernel: Kernel, measured: list[dict[str, Any]]) -> Kernel:
-    """Correct the rate by the long call that bench_parallel.py measured on one GPU, if it did."""
-    for row in measured:
-        if (row["case"], row["way"]) == ("wan-65k", "one GPU") and row["gpus"] > 0:
-            _, heads, queries, keys, _ = row["shape"]
-            seconds = row["ms"] / 1e3 - 6 * elements(queries, heads) / PASS_BYTES_S - heads * queries * kernel.row
-            return Kernel(4 * heads * queries * keys * HEAD_DIM / seconds, kernel.row)
-    return kernel
+def at_length(kernel: Kernel, measured: Measured) -> Kernel:
+    """Correct the rate by the long call that bench_parallel.py measured on one GPU, and the start by its ring."""
+    row, parts = measured.get(("wan-65k", "one GPU")), measured.get(("wan-65k", "ring, in parts"))
+    if row is None or parts is None:
+        return kernel
+    _, heads, queries, keys, _ = row["shape"]
+    seconds = row["ms"] / 1e3 - 6 * elements(queries, heads) / PASS_BYTES_S - heads * queries * kernel.row
+    bare = (1 - parts["hidden"]) * parts["sending_ms"] / 1e3
+    return Kernel(4 * heads * queries * keys * HEAD_DIM / seconds, kernel.row, bare)
 
 
 def elements(tokens: float, heads: float = HEADS) -> float:
@@ -110,7 +119,7 @@ def ring(kernel: Kernel, link: Link, gpus: int, tokens: float, traffic: str, hea
     tile = kernel.seconds(heads, mine, mine) + (2 + 4) * part / PASS_BYTES_S
     before = (6 * part + packing) / PASS_BYTES_S
     merges = (gpus - 1) * (12 * part + unpacking) / PASS_BYTES_S
-    return EXCHANGE_S + before + (gpus - 1) * max(tile, hop) + tile + merges
+    return EXCHANGE_S + kernel.start + before + (gpus - 1) * max(tile, hop) + tile + merges
 
 
 def ulysses(kernel: Kernel, link: Link, gpus: int, tokens: float, traffic: str) -> float | None:
@@ -121,12 +130,13 @@ def ulysses(kernel: Kernel, link: Link, gpus: int, tokens: float, traffic: str) 
         return one_gpu(kernel, tokens)
     part, most = elements(tokens / gpus), -(-HEADS // gpus)
     exchange = link.all_to_all((2 + BYTES[traffic]) * part, gpus) + link.all_to_all(2 * part, gpus)
+    exchange += (2 if traffic == "16-bit" else 1) * LATENCY_S  # query, key and value go one by one
     copies = 4 * 4 * part / PASS_BYTES_S
     if traffic == "16-bit":
-        return EXCHANGE_S + exchange + copies + one_gpu(kernel, tokens, most)
+        return EXCHANGE_S + kernel.start + exchange + copies + one_gpu(kernel, tokens, most)
     merges = gpus * (12 + 6 + 3) * elements(tokens, most) / PASS_BYTES_S
     tiles = gpus * kernel.seconds(most, tokens, tokens / gpus)
-    return EXCHANGE_S + exchange + copies + tiles + merges + 14 * part / PASS_BYTES_S
+    return EXCHANGE_S + kernel.start + exchange + copies + tiles + merges + 14 * part / PASS_BYTES_S
 
 
 def both(kernel: Kernel, link: Link, gpus: int, tokens: float, traffic: str) -> float | None:
@@ -144,9 +154,9 @@ def both(kernel: Kernel, link: Link, gpus: int, tokens: float, traffic: str) -> 
 MODEL: dict[str, Callable[..., float | None]] = {"ring": ring, "ulysses": ulysses, "ulysses x ring": both}
 
 
-def links(measured: list[dict[str, Any]]) -> tuple[Link, ...]:
+def links(measured: Measured) -> tuple[Link, ...]:
     """NVLink as measured, if it was, and the assumed others."""
-    speeds = [row["link_gb_s"] for row in measured if row.get("link_gb_s") and row["gpus"] == 2]
+    speeds = [row["link_gb_s"] for row in measured.values() if row.get("link_gb_s")]
     nvlink = (max(speeds) if speeds else 360.0) * 1e9
     return (
         Link("NVLink everywhere", nvlink, nvlink, 64),
@@ -158,6 +168,19 @@ def links(measured: list[dict[str, Any]]) -> tuple[Link, ...]:
 def read(name: str) -> list[dict[str, Any]]:
     path = records.RESULTS / name
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def medians(rows: list[dict[str, Any]]) -> Measured:
+    """A line for each case and way on two GPUs: numbers are medians over the runs, which differ by 3 % and more."""
+    kept: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["gpus"] == 2:
+            kept.setdefault((row["case"], row["way"]), []).append(row)
+    found = {}
+    for key, lines in kept.items():
+        numbers = {name: [line[name] for line in lines if line.get(name) is not None] for name in _MEDIANS}
+        found[key] = {**lines[-1], **{name: statistics.median(seen) for name, seen in numbers.items() if seen}}
+    return found
 
 
 def step_times(kernel: Kernel, all_links: tuple[Link, ...]) -> list[dict[str, Any]]:
@@ -253,16 +276,27 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def against_measurement(kernel: Kernel, link: Link, measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def against_measurement(kernel: Kernel, link: Link, measured: Measured) -> list[dict[str, Any]]:
     """What the model says of the two-GPU calls that were measured."""
     rows = []
-    for row in measured:
-        way = {"ring": "ring", "ulysses": "ulysses", "ulysses, quantised": "ulysses"}.get(row["way"])
-        if row.get("case") != "wan-65k" or way is None or row.get("ms") is None or row["gpus"] != 2:
-            continue
-        traffic = "16-bit" if row["way"] == "ulysses" else "quantised"
-        seconds = MODEL[way](kernel, link, 2, row["shape"][2], traffic) or 0.0
-        rows.append({"way": row["way"], "gpus": 2, "measured_ms": row["ms"], "model_ms": round(seconds * 1e3, 2)})
+    for name, way, traffic in (
+        ("ring", "ring", "quantised"),
+        ("ulysses", "ulysses", "16-bit"),
+        ("ulysses, quantised", "ulysses", "quantised"),
+    ):
+        row = measured.get(("wan-65k", name), {})
+        if row.get("ms"):
+            model = (MODEL[way](kernel, link, 2, row["shape"][2], traffic) or 0.0) * 1e3
+            ratio = round(model / row["ms"], 4)
+            rows.append(
+                {
+                    "way": name,
+                    "gpus": 2,
+                    "measured_ms": round(row["ms"], 2),
+                    "model_ms": round(model, 2),
+                    "ratio": ratio,
+                }
+            )
     return rows
 
 
@@ -270,14 +304,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=records.RESULTS / "scaling.jsonl")
     arguments = parser.parse_args()
-    measured = read("parallel.jsonl")
+    measured = medians(read("parallel.jsonl"))
     kernel, all_links = at_length(fit(read("attention.jsonl")), measured), links(measured)
     rows, lengths = step_times(kernel, all_links), crossovers(kernel, all_links)
     checks = against_measurement(kernel, all_links[0], measured)
     arguments.out.write_text("".join(json.dumps(row) + "\n" for row in (*rows, *lengths, *checks)))
     plot(rows, arguments.out.with_suffix(".png"))
-    print(f"kernel: {kernel.rate / 1e12:.0f} TFLOPS, {kernel.row * 1e9:.2f} ns a query row")
-    how = "measured" if any(row.get("link_gb_s") for row in measured) else "assumed"
+    print(
+        f"kernel: {kernel.rate / 1e12:.0f} TFLOPS, {kernel.row * 1e9:.2f} ns a query row; "
+        f"start of a sharded call: {kernel.start * 1e6:.0f} us"
+    )
+    how = "measured" if any(row.get("link_gb_s") for row in measured.values()) else "assumed"
     print(f"NVLink: {all_links[0].inside / 1e9:.0f} GB/s {how}\n")
     shown = [row for row in rows if row["tokens"] in (32_768, 262_144) and row["gpus"] in (2, 8, 64)]
     for part in (shown, lengths, checks):

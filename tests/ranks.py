@@ -215,6 +215,8 @@ def layouts(me: Rank) -> None:
     for name, cuts in ends.items():
         k_cuts = [cut * 90 // 40 for cut in (ends["last"] if name == "first" else cuts)]
         mine = [me.shard(q, cuts), me.shard(k, k_cuts), me.shard(v, k_cuts)]
+        if name == "spread":
+            mine = [torch._neg_view(x.neg()) for x in mine]  # as the imaginary part of a conjugate is
         for way, attend in (("ring", ring_attention), ("ulysses", ulysses_attention)):
             out, lse = attend(*mine, scale=scale, return_lse=True)
             me.found[f"layouts: {name}, {way}"] = {
@@ -274,6 +276,7 @@ def refusals(me: Rank) -> None:
         ("mask length", ring_attention, (q, k, v, bias[..., :5] if last else bias), {}),
         ("full mask", ring_attention, (q, k, v, torch.zeros(1, 1, 8, 8, device=me.device) if last else bias), {}),
         ("float64", ring_attention, [x.double() if last else x for x in (q, k, v)], {}),
+        ("tensor of causal", ring_attention, (q, k, v), {"causal": torch.tensor([True, False]) if last else False}),
         ("value_bits", ring_attention, (q, k, v), {"value_bits": 7 if last else 9}),
         ("causal", ring_attention, (q, k[:, :, :5], v[:, :, :5]) if last else (q, k, v), {"causal": True}),
         ("function", ulysses_attention if last else ring_attention, (q, k, v), {}),
@@ -284,16 +287,21 @@ def refusals(me: Rank) -> None:
         ("rowless mask", ring_attention, (q[:, :, :0], k, v, bias.expand(1, 1, 0, 8)) if last else (q, k, v, bias), {}),
         ("return_lse", ring_attention, (q, k, v), {"return_lse": torch.tensor(True) if last else True}),
         ("tensor of bits", ring_attention, (q, k, v), {"value_bits": torch.tensor([8, 9]) if last else 9}),
+        ("transform", under_grad if last else ring_attention, (q, k, v), {}),
         ("quantize", ulysses_attention, (q, k, v), {"causal": True, "quantize": 1 if last else False}),
     ):
         me.found[f"refusals: {name}"] = error_of(attend, *given, **settings)
-    judge = start.judge
+    require = start.require
     if last:
-        start.judge = failing
+        start.require = failing
     me.found["refusals: any error"] = error_of(ring_attention, q, k, v)
-    start.judge = judge
+    start.require = require
     out = ring_attention(q, k, v)  # all is well afterwards
     me.found["refusals: afterwards"] = bool(out.isfinite().all())
+
+
+def under_grad(query, key, value):
+    return torch.func.grad(lambda x: ring_attention(x, key, value).sum())(query)
 
 
 def failing(*arguments):

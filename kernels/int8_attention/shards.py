@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .configs import padded_head_dim
+from .launch import launch
 from .quantize_kernels import _hadamard
 
 _ROWS = 32
@@ -132,7 +133,8 @@ def encode_value(value: torch.Tensor, code: torch.Tensor, low: torch.Tensor | No
     scale: bfloat16 [B, Hkv, L]. All three contiguous. A value that is not finite makes its whole key NaN.
     """
     batch, heads, length, head_dim = value.shape
-    _encode[(triton.cdiv(length, _ROWS), batch * heads)](
+    launch(
+        _encode, (triton.cdiv(length, _ROWS), batch * heads),
         value, code, low if low is not None else code, scale, length, heads, *value.stride()[:3],
         D=head_dim, DP=padded_head_dim(head_dim), NINTH=low is not None, ROWS=_ROWS, num_warps=4,
     )  # fmt: skip
@@ -141,7 +143,8 @@ def encode_value(value: torch.Tensor, code: torch.Tensor, low: torch.Tensor | No
 def decode_value(code: torch.Tensor, low: torch.Tensor | None, scale: torch.Tensor, value: torch.Tensor) -> None:
     """Undo encode_value() into a contiguous value [B, Hkv, L, D] of any floating dtype."""
     batch, heads, length, head_dim = value.shape
-    _decode[(triton.cdiv(length, _ROWS), batch * heads)](
+    launch(
+        _decode, (triton.cdiv(length, _ROWS), batch * heads),
         code, low if low is not None else code, scale, value, length,
         D=head_dim, DP=padded_head_dim(head_dim), NINTH=low is not None, ROWS=_ROWS,
         LARGEST=torch.finfo(value.dtype).max, num_warps=4,
@@ -157,7 +160,8 @@ def lse_term(query: torch.Tensor, shift: torch.Tensor, scale: float) -> torch.Te
     padded = padded_head_dim(head_dim)
     term = torch.empty((batch, heads, length), dtype=torch.float32, device=query.device)
     steps = max(1, min(32, length // (4 * _ROWS)))
-    _lse_term[(triton.cdiv(length, _ROWS * steps), batch * heads)](
+    launch(
+        _lse_term, (triton.cdiv(length, _ROWS * steps), batch * heads),
         query, shift, term, scale, length, heads, heads // shift.shape[1], *query.stride()[:3],
         D=head_dim, DP=padded, B=min(padded, 128), ROWS=_ROWS, STEPS=steps, num_warps=8,
     )  # fmt: skip
@@ -178,7 +182,8 @@ def merge_parts(
     dtype, contiguous last axis, and lse float32 [B, H, L] are filled; they may be `whole` and `whole_lse`.
     """
     batch, heads, length, head_dim = whole.shape
-    _merge[(triton.cdiv(length, _ROWS), batch * heads)](
+    launch(
+        _merge, (triton.cdiv(length, _ROWS), batch * heads),
         whole, whole_lse, part, part_lse, out, lse, length, *out.stride()[:3], heads,
         D=head_dim, DP=padded_head_dim(head_dim), ROWS=_ROWS, num_warps=4,
     )  # fmt: skip

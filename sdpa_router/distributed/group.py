@@ -6,8 +6,10 @@ all of them judge the same table: every rank raises, or none does.
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -104,14 +106,12 @@ def agree(group: Group, facts: Facts, query: torch.Tensor, cause: Exception | No
     there = torch.device("cpu") if "cpu" in group.backends else getattr(query, "device", torch.device("meta"))
     if there.type not in group.backends:  # gather where the group can: the refusal is what must arrive
         there = torch.device(next(iter(group.backends)), torch.cuda.current_device() if "cuda" in group.backends else 0)
-    text = json.dumps({**asdict(facts), "refusal": facts.refusal[:_REFUSAL]}).encode()
-    mine = torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8).to(there)
-    gathered = [torch.empty_like(mine) for _ in range(group.size)]
-    with naming(group, "the exchange of shapes"):
-        dist.all_gather(gathered, mine, group=group.handle)
-        found = [json.loads(part.numpy().tobytes()) for part in torch.stack(gathered).cpu()]
-    everyone = [Facts(**{**one, "mask_rows": tuple(one["mask_rows"])}) for one in found]
-    trouble = disagreement(everyone)
+    with torch._C._DisableFuncTorch(), naming(group, "the exchange of shapes"):  # a transform is refused, but told of
+        mine = torch.frombuffer(bytearray(_as_bytes(facts)), dtype=torch.uint8).to(there)
+        table = mine.new_empty((group.size, _BYTES))
+        dist.all_gather(list(table), mine, group=group.handle)
+        heard = table.cpu().numpy().tobytes()
+    everyone, trouble = _read(tuple(heard[start : start + _BYTES].rstrip() for start in range(0, len(heard), _BYTES)))
     if trouble:
         where = f"{facts.function} on rank {group.rank} of {group.size}"
         if cause is None or type(cause) is ValueError:
@@ -119,10 +119,24 @@ def agree(group: Group, facts: Facts, query: torch.Tensor, cause: Exception | No
         notes = [*getattr(cause, "__notes__", []), f"{where}: the other ranks raise too"]
         cause.__notes__ = notes  # type: ignore[attr-defined]
         raise cause
-    return everyone
+    return list(everyone)
 
 
-def disagreement(everyone: list[Facts]) -> str:
+# A model repeats its few kinds of calls, while the GPU may wait for the host.
+@functools.lru_cache(maxsize=256)
+def _as_bytes(facts: Facts) -> bytes:
+    return json.dumps({**asdict(facts), "refusal": facts.refusal[:_REFUSAL]}).encode().ljust(_BYTES)
+
+
+@functools.lru_cache(maxsize=256)
+def _read(heard: tuple[bytes, ...]) -> tuple[tuple[Facts, ...], str]:
+    """Return the facts of all ranks, and what is wrong with them or nothing."""
+    found = [json.loads(part) for part in heard]
+    everyone = tuple(Facts(**{**one, "mask_rows": tuple(one["mask_rows"])}) for one in found)
+    return everyone, disagreement(everyone)
+
+
+def disagreement(everyone: Sequence[Facts]) -> str:
     """Say what is wrong with a call given these facts by rank, or nothing if all is well; the same on all ranks."""
     refusals = [f"rank {rank} refuses: {facts.refusal}" for rank, facts in enumerate(everyone) if facts.refusal]
     if refusals:

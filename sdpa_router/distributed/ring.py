@@ -73,6 +73,7 @@ def ring_attention(
     rank works longest then.
     value_bits: how values travel. 9 (0.54 of the bytes of 16-bit keys and values at head_dim 128) keeps the error at
     1.04 of one process's on N(0, 1); 8 (0.51) at 1.13, 16 (0.75) at 1.01. Keys travel in int8 as the kernel reads them.
+    In 8 or 9 bits a value that is not finite makes all values of its key NaN.
     Returns out [B, H, Lq, D] in the query's dtype, or with return_lse (out, lse): float32 [B, H, Lq], natural log.
     A query that sees no key gets out 0 and lse -inf.
     The next shard travels while the current one is attended to; each hop is one message. Ranks first exchange their
@@ -145,7 +146,9 @@ def turn(
     buffers = [torch.empty(room, dtype=torch.uint8, device=query.device) for _ in range(2)]
     if shard is not None:
         pack(shard, layouts[rank], buffers[0])
-    answer, quantized = Answer(query, len(visible)), None
+    answer = Answer(query, len(visible))
+    # Before the first transfer, so that the GPU has work while the host starts that.
+    quantized = quantize_query(query, scale, spec.config) if visible else None
     for hop in range(size):
         source = (rank - hop) % size
         here, there = buffers[hop % 2], buffers[(hop + 1) % 2]
@@ -153,8 +156,7 @@ def turn(
         if hop < size - 1:
             # Before this hop's kernels: the next transfer must get its place on the GPU ahead of attention.
             wait = link(here[: layouts[source].size], there[: layouts[(source - 1) % size].size])
-        if source in visible:
-            quantized = quantized or quantize_query(query, scale, spec.config)
+        if quantized is not None and source in visible:
             part = shard if hop == 0 else unpack(here, layouts[source], spec)
             assert part is not None
             answer.add(filling(quantized, part, spec.config, visible[source]))

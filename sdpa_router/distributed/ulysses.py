@@ -20,7 +20,8 @@ from .start import attend, eagerly
 from .tile import Answer, Shard, config_for_shards, filling, pack, quantize_query, quantize_shard, unpack
 from .wire import Spec, layout
 
-# Over 45 GB/s the bytes that quantisation saves outweigh a merge for each rank up to here (bench/scaling.py).
+# Over 25 GB/s the bytes that quantisation saves outweigh a merge for each rank up to here, over 45 GB/s up to 2 (the
+# model of bench/scaling.py).
 _QUANTISED_RANKS = 4
 
 

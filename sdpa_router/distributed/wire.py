@@ -6,6 +6,7 @@ K in int8 | its scales, norms, bias, shift | V in 8, 9 or 16 bits. Against 16-bi
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ class Layout:
         return {name: _view(buffer, part) for name, part in self.parts.items()}
 
 
+@functools.lru_cache(maxsize=1024)  # the GPU may wait for the host while it is laid out
 def layout(spec: Spec, kv_len: int) -> Layout:
     """Lay out a shard of kv_len keys; no keys are no bytes."""
     if kv_len == 0 or spec.kv_heads == 0:
