@@ -79,6 +79,14 @@ def test_a_scale_for_each_key_is_more_exact(changes, fp8):
     assert high < (0.045 if fp8 else 0.0105)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_weights_in_e4m3_round_alike_with_and_without_a_running_maximum(head_dim):
+    """Both are whole numbers (log2), and e4m3 is the same under any of these."""
+    query, key, value = draw(2, 2, 200, 1000, head_dim)
+    bounded, running = (run(query, key, value, changes={}, fp8=True, high=True, online=o)[0] for o in (False, True))
+    assert relative_error(bounded, running) < 5e-3
+
+
 @pytest.mark.parametrize("direction", [1, -1])
 @pytest.mark.parametrize("reach", [4.0, 18.0, 60.0])
 def test_weights_in_e4m3_follow_scores_that_rise_or_fall_along_the_keys(reach, direction):

@@ -120,7 +120,9 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
         else:
             # The scale is not negative: the order of the int8 scores is the order of the scores.
             peak = gl.max(gl.max(gl.max(s4, 3), 1).to(gl.float32) * scale, 1)
-        new_top = gl.maximum(top, gl.convert_layout(peak, gl.SliceLayout(1, S)) - (_E4M3_TOP if T.FP8 else 0.0))
+        peak = gl.convert_layout(peak, gl.SliceLayout(1, S))
+        # In whole numbers, as in forward.py: no weight's e4m3 depends on the maximum.
+        new_top = gl.maximum(top, gl.ceil(peak - _E4M3_TOP) if T.FP8 else peak)
         decay = gl.exp2(top - new_top)
         top = new_top
     if ONLINE or T.FP8:

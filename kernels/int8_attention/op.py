@@ -94,7 +94,7 @@ def _watched() -> bool:
     """Whether something wants to see the operator that is no property of a tensor: a profiler, a mode or a trace."""
     return bool(
         torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-        or torch.autograd._profiler_enabled() or forward_ad._current_level >= 0
+        or torch._C._autograd._profiler_enabled() or forward_ad._current_level >= 0
         or torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
     )  # fmt: skip
 
