@@ -120,6 +120,7 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
         for bias in (False, True):
             rows = quantize.shift_rows(padded)
             constants = shared | {"ROWS": rows, "SAMPLES": quantize.SHIFT_SAMPLES, "HAS_BIAS": bias}
+            constants["UNROLL"] = quantize.shift_steps(config_for(arch, head_dim))
             label = f"key shift D{head_dim}{' bias' if bias else ''}"
             yield label, quantize_kernels._key_shift, types, constants, {"num_warps": 8}
     for kind in ("*fp16", "*u8"):

@@ -183,7 +183,7 @@ def _shift(
         key, bias if bias is not None else shift, shift, rotation, kv_len, padded_len(kv_len, config),
         triton.cdiv(kv_len, SHIFT_SAMPLES), kv_heads, bias_rows, *key.stride()[:3], *strides,
         D=head_dim, DP=padded, B=rotated, ROWS=shift_rows(padded),
-        SAMPLES=SHIFT_SAMPLES, HAS_BIAS=bias is not None, num_warps=8,
+        SAMPLES=SHIFT_SAMPLES, UNROLL=shift_steps(config), HAS_BIAS=bias is not None, num_warps=8,
     )  # fmt: skip
     return _Shifted(bias, anchor, live, shift, rotation, bias_rows)
 
@@ -260,3 +260,8 @@ def _launch(
 def shift_rows(padded: int) -> int:
     """Keys that a step of _key_shift reads: as many as fit the registers of every architecture."""
     return 128 if padded <= 128 else 32
+
+
+def shift_steps(config: Config) -> int:
+    """Steps of _key_shift whose loads are under way together: more where registers allow it."""
+    return 4 if config.tma else 1

@@ -41,24 +41,20 @@ def _round(y):
 def _key_shift(
     K, BIAS, SHIFT, ROTATION, N, NP, step, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    UNROLL: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """SHIFT[B, Hkv, DP] = rotated mean over the kept ones of every step-th key, or of all keys where those are few.
 
     ROTATION[B, B] is written for _quantize, where making it would cost more than the rest of the work.
     """
     head = tl.program_id(0)
-    rotation = _hadamard(B)
-    if head == 0:
-        i = tl.arange(0, B)
-        tl.store(ROTATION + i[:, None] * B + i[None, :], rotation.to(ROTATION.dtype.element_ty))
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     K += b * s_b + h * s_h
     BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
     total = tl.zeros([ROWS, DP], tl.float32)
     count = tl.zeros([ROWS], tl.float32)
-    for start in range(0, SAMPLES, ROWS):
+    for start in tl.range(0, SAMPLES, ROWS, loop_unroll_factor=UNROLL):  # their loads wait together
         n = (start + tl.arange(0, ROWS)) * step
         total, count = _add_kept(total, count, K, BIAS, n, N, NP, bias_rows, s_n, s_bias_h, D, DP, HAS_BIAS)
     if HAS_BIAS:
@@ -67,6 +63,10 @@ def _key_shift(
         for start in range(0, end, ROWS):
             n = start + tl.arange(0, ROWS)
             total, count = _add_kept(total, count, K, BIAS, n, N, NP, bias_rows, s_n, s_bias_h, D, DP, HAS_BIAS)
+    rotation = _hadamard(B)  # under the loads
+    if head == 0:
+        i = tl.arange(0, B)
+        tl.store(ROTATION + i[:, None] * B + i[None, :], rotation.to(ROTATION.dtype.element_ty))
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0)
     parts = mean.reshape([DP // B, B])
     shift = tl.sum(parts[:, :, None] * rotation[None, :, :], 1)
