@@ -69,10 +69,11 @@ def int8_attention_reference(
 
 
 def _to_e4m3(value: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values with a scale for each channel, over the kept keys; others are 0."""
+    """Values with a power of two for each channel as scale, over the kept keys; others are 0."""
     value = torch.where(kept[..., None], value, 0.0)
     peak = value.abs().amax(2, keepdim=True)
-    return (value * (448 / peak).nan_to_num(0, 0, 0)).to(torch.float8_e4m3fn), peak / 448
+    scale = torch.where(peak > 0, torch.exp2(peak.log2().floor() - 5), 1.0)
+    return (value / scale).to(torch.float8_e4m3fn), scale
 
 
 def _bias(attn_mask: torch.Tensor | None, query: torch.Tensor, kv_len: int) -> tuple[torch.Tensor, ...]:
