@@ -2,8 +2,8 @@
 
 A masked key counts for nothing: its value changes no scale and becomes 0, whatever it held.
 
-e4m3 is a floating point format, so a scale needs to be near the channel's peak only: a sample of the keys tells it, and
-the pass that rounds all of them tells where it was wrong (7 times too small or more), which is then done again. So value
+e4m3 is a floating point format, so a scale needs to be near the channel's peak only: a sample of the keys tells it. The
+pass that rounds all of them finds where a value is more than 7 times as large, and that head is done again: else value
 is read once. Scales are powers of two: what a value is rounded to depends on no other value.
 """
 
@@ -134,7 +134,7 @@ def _quantize_value(
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     PERMUTED: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """One program STEPS steps of keys of one head.  OVER: bits of the largest |V| where that leaves the range of e4m3."""
+    """One program STEPS steps of keys of one head.  OVER: bits of the largest |V| that is out of e4m3's range."""
     first = tl.program_id(0) * STEPS
     head = tl.program_id(1)
     NP = steps * ROWS
