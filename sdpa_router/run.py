@@ -51,6 +51,10 @@ def int8(
     return _op.attend(query, key, value, mask, is_causal, number, return_lse, pv, precision)
 
 
+# int8() for a call of int8_attention() that was not judged yet: None unless it has answered one like it.
+int8_again = _op.attend_again
+
+
 def int8_into(call: Call, pv: str, precision: str, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Let the int8 kernel answer `call`, which was decided, into buffers: out like the query, lse float32 [B, H, Q]."""
     query, key, value, attn_mask, _, is_causal, scale, _ = call

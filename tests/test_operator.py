@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sdpa_router import int8_attention
-from sdpa_router.kernels.int8_attention import forward, op, quantize
+from sdpa_router import UnsupportedError, int8_attention
+from sdpa_router.kernels.int8_attention import bias, forward, op, quantize
 from sdpa_router.kernels.int8_attention import launch as launching
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -135,10 +135,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the stand-in for Triton's launcher is for the CPU")
-@pytest.mark.parametrize("lse", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_call_that_was_remembered_has_the_outputs_that_the_operator_makes(monkeypatch, layout, lse):
+@pytest.fixture
+def replayed(monkeypatch):
+    """What was launched from a plan: the arguments of its kernels; Triton's launches are interpreted."""
+    if DEVICE == "cuda":
+        pytest.skip("the stand-in for Triton's launcher is for the CPU")
     ran = []
 
     def launch(kernel, grid, *args, **options):
@@ -148,25 +149,50 @@ def test_a_call_that_was_remembered_has_the_outputs_that_the_operator_makes(monk
         if tape is not None:
             tape.add(kernel, compiled, grid, args, options)
 
-    for module in (quantize, forward):
+    for module in (quantize, forward, bias):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(launching, "_observed", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=99))
     launching.forget()
+    yield ran
+    launching.forget()
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_call_that_was_remembered_has_the_outputs_that_the_operator_makes(replayed, layout, lse):
     query, key, value = draw()
     query = LAYOUTS[layout](query)
     first = op.attend(query, key, value, None, False, None, lse, "auto", "auto")
-    assert not ran
+    assert not replayed
     for repeat in range(1, 4):
         query, key, value = (tensor.clone() for tensor in (query, key, value))
         if layout in ("part of a row", "one batch"):
             query = LAYOUTS[layout](query[..., :32])
         out, sums = op.attend(query, key, value, None, False, None, lse, "auto", "auto")
-        assert len(ran) == 3 * repeat
-        given = {passed for launch in ran[-3:] for passed in launch if type(passed) is int}
+        assert len(replayed) == 3 * repeat
+        given = {passed for launch in replayed[-3:] for passed in launch if type(passed) is int}
         assert {tensor.data_ptr() for tensor in (query, key, value, out)} <= given
         assert out.stride() == first[0].stride() == op._empty(query).stride()
         assert sums.shape == first[1].shape
         assert not lse or sums.data_ptr() in given
-    assert any(known.plan for kept in launching._known.values() for known in kept)
-    launching.forget()
+    assert op.attend_again(query, key, value, None, False, None, False, lse, "auto", "auto") is not None
+
+
+def test_what_was_answered_before_is_no_answer_to_other_arguments(replayed):
+    query, key, value = draw()
+    key, value = key[:, :1].contiguous(), value[:, :1].contiguous()
+    mask = torch.zeros(1, 1, 1, 70)
+    for _ in range(3):
+        int8_attention(query, key, value, mask, enable_gqa=True)
+    given = (query, key, value, mask, False, None, True, False, "auto", "auto")
+    assert op.attend_again(*given) is not None
+    others = {
+        0: [None, [1], query.to(torch.float32), query[:, :, 1:]], 3: [None, mask[0], mask.bool(), [0.0]],
+        4: [True, None, [0]], 5: [0.5, 1, "x", torch.ones(())], 6: [False], 8: ["fp8", ["auto"]], 9: ["high", None],
+    }  # fmt: skip
+    for place, changed in others.items():
+        for argument in changed:
+            assert op.attend_again(*given[:place], argument, *given[place + 1 :]) is None, (place, argument)
+    with pytest.raises(UnsupportedError):
+        int8_attention(query, key, value, mask)

@@ -50,20 +50,76 @@ def attend(
     """Do what the operator sdpa_router::int8_attention does; without return_lse lse is empty, on any device."""
     if torch.compiler.is_compiling() or _watched():
         return _by_operator(query, key, value, attn_mask, is_causal, scale, return_lse, pv, precision)
+    answer = _again(query, key, value, attn_mask, is_causal, scale, return_lse, pv, precision, True)
+    if answer is not None:
+        return answer
     tensors = (query, key, value, attn_mask)
-    numbers = (is_causal, scale, return_lse, pv, precision)
-    known, addresses = recall(numbers, tensors)
-    if known is None and not _plain(*tensors):
+    if not _plain(*tensors):
         return _by_operator(query, key, value, attn_mask, is_causal, scale, return_lse, pv, precision)
-    out = torch.empty_like(query) if known is not None and known.note else _empty(query)
+    out = _empty(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device) if return_lse else None
-    if known is not None:
+    plan = _int8_attention_out(query, key, value, attn_mask, is_causal, scale, pv, precision, out, lse)
+    if plan is not None:
+        numbers = (is_causal, scale, return_lse, pv, precision)
+        like_query = torch.empty_like(query).stride() == out.stride()
+        remember(numbers, tensors, plan, (like_query, query.shape[1] != key.shape[1]))
+    return out, _NO_LSE if lse is None else lse
+
+
+def attend_again(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    pv: str,
+    precision: str,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Do what attend() does if it has answered a call like this one, else return None: nothing was judged yet."""
+    if torch.compiler.is_compiling() or not (
+        type(query) is type(key) is type(value) is torch.Tensor
+        and type(is_causal) is bool and type(pv) is str and type(precision) is str
+        and (scale is None or type(scale) is float)
+    ):  # fmt: skip
+        return None
+    if attn_mask is not None and not (
+        type(attn_mask) is torch.Tensor and attn_mask.dim() == 4 and attn_mask.shape[2] == 1
+    ):  # fmt: skip
+        return None
+    if _watched():
+        return None
+    return _again(query, key, value, attn_mask, is_causal, scale, return_lse, pv, precision, enable_gqa)
+
+
+def _again(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    return_lse: bool,
+    pv: str,
+    precision: str,
+    enable_gqa: bool,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    known, addresses = recall((is_causal, scale, return_lse, pv, precision), (query, key, value, attn_mask))
+    if known is None:
+        return None
+    like_query, grouped = known.note
+    if grouped and not enable_gqa:
+        return None
+    out = torch.empty_like(query) if like_query else _empty(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device) if return_lse else None
+    addresses += (out.data_ptr(), 0 if lse is None else lse.data_ptr())
+    if query.is_cuda and query.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device_of(query):  # kernels are launched on the current device
-            known.plan.run([*addresses, out.data_ptr(), 0 if lse is None else lse.data_ptr()])
+            known.plan.run(addresses)
     else:
-        plan = _int8_attention_out(query, key, value, attn_mask, is_causal, scale, pv, precision, out, lse)
-        if plan is not None:
-            remember(numbers, tensors, plan, torch.empty_like(query).stride() == out.stride())
+        known.plan.run(addresses)
     return out, _NO_LSE if lse is None else lse
 
 
