@@ -117,6 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check-only", action="store_true", help="compare with float64 only, and so compile")
     parser.add_argument("--parts", action="store_true", help="time the parts of a call instead")
+    parser.add_argument("--kinds", default="", help="the kinds of calls to time, separated by commas; default all")
     parser.add_argument("--commit", default=None, help="recorded where this is no git checkout")
     parser.add_argument("--out", type=Path, default=RESULTS / "launch.jsonl")
     options = parser.parse_args()
@@ -132,6 +133,8 @@ def main() -> int:
             continue
         exact = sdpa_oracle(*tensors, mask)[0]
         for kind, call in kinds(*tensors, mask).items():
+            if options.kinds and kind not in options.kinds.split(","):
+                continue
             call()
             answer = call()  # a warm one
             error = relative_error(answer[0] if isinstance(answer, tuple) else answer, exact)

@@ -29,7 +29,8 @@ BUDGET = 0.012  # a step of 127 under a peak of 3.5 is off by 0.8 % of the rms
 
 def tilings(head_dim: int, sweep: bool, others: str) -> list[Tiling]:
     """The design that is used, those of `others`, and with `sweep` its neighbours."""
-    kept = HOPPER_TILINGS[padded_head_dim(head_dim) > 128]
+    padded = padded_head_dim(head_dim)
+    kept = HOPPER_TILINGS[(padded > 64) + (padded > 128)]
     if not sweep:
         return [kept, *(Tiling(*map(int, text.split(","))) for text in others.split(";") if text)]
     designs = {kept}
@@ -42,7 +43,7 @@ def tilings(head_dim: int, sweep: bool, others: str) -> list[Tiling]:
         (0.5, 1, 1, 1),
     ):
         factors = (rows, steps, warps, stages)
-        designs.add(Tiling(*(max(1, int(number * factor)) for number, factor in zip(kept, factors, strict=True))))
+        designs.add(Tiling(*(max(1, int(number * factor)) for number, factor in zip(kept[:4], factors, strict=True))))
     return sorted(designs)
 
 
@@ -123,7 +124,7 @@ def main() -> int:
     parts: dict[tuple[Tiling, str], dict[str, float]] = {}
     found: dict[tuple[Tiling, str], tuple[float, float]] = {}
     for tiling in tilings(head_dim, options.sweep, options.tilings):
-        stage.HOPPER_TILINGS = (tiling, tiling)
+        stage.HOPPER_TILINGS = (tiling, tiling, tiling)
         for name, mask, lse in masks:
             call = lambda mask=mask, lse=lse: quantize(query, key, mask, 0.1, config, lse=lse)  # noqa: E731
             try:
