@@ -106,7 +106,7 @@ def balanced_steps(tiling: Tiling, processors: int, key: tuple[int, int], query:
         return tiling.steps
     blocks = key[0] * key[1] + query[0] * query[1]
     room = slots * max(1, round(blocks / (slots * tiling.steps)))
-    steps = max(1, triton.cdiv(blocks, room))
+    steps = max(1, -(-blocks // room))
     while steps < max(key[1], query[1]):
         if sum(heads * triton.cdiv(count, steps) for heads, count in (key, query)) <= room:
             break
