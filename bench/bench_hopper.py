@@ -1,13 +1,15 @@
 """Compare variants of the Hopper kernel with one another and with rivals: what its configurations are set from.
 
 A variant is a list of settings: `pv=fp8`, `precision=high`, `online=1` (keep a running maximum everywhere),
-`block_m`, `block_n`, `num_stages`, `as_float`, `polynomial`. Usage:
+`lse=1` (all that is asked for at once takes turns, so that variants with and without it can be compared), `mask=NAME`,
+`block_m`, `block_n`, `num_stages`, `as_float`, `polynomial`, `turns`. Usage:
 python bench/bench_hopper.py --case d64-8k --variants "base;block_m=192,block_n=64,num_stages=4" --impls torch,fa3
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import sys
 from pathlib import Path
@@ -26,8 +28,12 @@ from sdpa_router.kernels.int8_attention.quantize_value import quantize_value
 
 # Case, mask, variants, rivals: the figures of the kernel in bench/README.md, in 40 s on an H200 once compiled.
 FIGURES = (
-    ("h3-window", "none", "base;as_float=0;pv=fp8;precision=high", "int8,int8-fp8,torch,fa3,fa3-fp8"),
-    ("h3-window", "fade", "base", "int8"),
+    (
+        "h3-window",
+        "none",
+        "base;lse=1;mask=fade;mask=half;as_float=0;pv=fp8;precision=high",
+        "int8,int8-fp8,torch,fa3,fa3-fp8",
+    ),
     ("d64-8k", "none", "base;as_float=1", "int8,torch,fa3"),
     ("d96-8k", "none", "base", "int8,torch,fa3"),
     ("causal-16k", "none", "base;as_float=0", "int8,torch,fa3"),
@@ -36,9 +42,17 @@ FIGURES = (
 )
 
 
-def variant_runs(problem: Problem, text: str) -> dict[str, Run]:
+def asked_for(problem: Problem, settings: dict[str, str]) -> Problem:
+    """The problem with the mask and the LSE that a variant asks for, which are taken out of its settings."""
+    mask, lse = settings.pop("mask", problem.mask_name), settings.pop("lse", str(int(problem.lse))) == "1"
+    made = (
+        problem.mask if mask == problem.mask_name else MASKS[mask](problem.case, torch.bfloat16, problem.query.device)
+    )
+    return dataclasses.replace(problem, mask_name=mask, mask=made, lse=lse)
+
+
+def variant_runs(problem: Problem, settings: dict[str, str]) -> dict[str, Run]:
     """The kernel alone, the whole call, and what it quantises, of one variant."""
-    settings = dict(part.split("=") for part in text.split(",") if "=" in part)
     fp8, high = settings.pop("pv", "") == "fp8", settings.pop("precision", "") == "high"
     online = settings.pop("online", "0") == "1"
     config = (HOPPER_FP8 if fp8 else HOPPER_GLUON)[padded_head_dim(problem.case.head_dim)]
@@ -67,13 +81,17 @@ def compare(options: argparse.Namespace, invocation: Invocation, name: str, mask
     query, key, value = draw(case, "gaussian", torch.bfloat16, device, options.seed)
     problem = Problem(case, query, key, value, mask, MASKS[mask](case, torch.bfloat16, device), lse)
     sample = choose_sample(case, device, options.seed)
-    truth = reference(problem, sample)
+    truths: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     runs: dict[tuple[str, str], Run] = {}
     checks: dict[tuple[str, str], Check | None] = {}
+    asked: dict[str, Problem] = {}
 
     def admit(who: str, kind: str, run: Run, budget: float) -> None:
+        mine = asked[who]
+        if mine.mask_name not in truths:
+            truths[mine.mask_name] = reference(mine, sample)
         try:
-            result = check(run, problem, sample, truth)
+            result = check(run, mine, sample, truths[mine.mask_name])
         except Exception as error:  # a variant that does not fit the chip is a line, not the end
             print(f"{name} {mask} {who} {kind}: {type(error).__name__} {str(error).strip()[-200:]}", flush=True)
             return
@@ -83,8 +101,10 @@ def compare(options: argparse.Namespace, invocation: Invocation, name: str, mask
             print(f"{name} {mask} {who} {kind}: error {result.error:.4f}", flush=True)
 
     for text in options.variants.split(";"):
+        settings = dict(part.split("=") for part in text.split(",") if "=" in part)
         try:
-            parts = variant_runs(problem, text)
+            asked[text] = asked_for(problem, settings)
+            parts = variant_runs(asked[text], settings)
         except Exception as error:  # as above
             print(f"{name} {mask} {text}: {type(error).__name__} {str(error).strip()[-200:]}", flush=True)
             continue
@@ -94,6 +114,7 @@ def compare(options: argparse.Namespace, invocation: Invocation, name: str, mask
             elif kind in parts:
                 admit(text, kind, parts[kind], 0.045 if "fp8" in text else 0.0125)
     for impl in (IMPLS[i] for i in options.impls.split(",") if i):
+        asked[impl.name] = problem
         for kind in impl.variants if impl.impl != "int8" else ("call",):
             if impl.reason_against(problem, kind) is None and kind in ("call", "kernel"):
                 admit(impl.name, kind, impl.ready(problem, kind), impl.budget["gaussian"])
@@ -102,9 +123,10 @@ def compare(options: argparse.Namespace, invocation: Invocation, name: str, mask
         if isinstance(timing, Exception):
             print(f"{name} {mask} {who} {kind}: {timing}", flush=True)
             continue
-        result = checks[who, kind]
-        row = {"case": name, "mask": mask, "lse": lse, "impl": who, "variant": kind, "ms": round(timing.ms, 4)}
-        row |= {"tflops": round(case.flops / timing.ms / 1e9, 1), "spread": round(timing.spread, 4)}
+        result, mine = checks[who, kind], asked[who]
+        row = {"case": name, "mask": mine.mask_name, "lse": mine.lse, "impl": who, "variant": kind}
+        row |= {"ms": round(timing.ms, 4), "tflops": round(case.flops / timing.ms / 1e9, 1)}
+        row["spread"] = round(timing.spread, 4)
         row["error"] = None if result is None else round(result.error, 5)
         row["lse_error"] = None if result is None or result.lse_error is None else round(result.lse_error, 5)
         invocation.write(row)

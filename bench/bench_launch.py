@@ -2,13 +2,16 @@
 
 Calls are enqueued back to back without waiting, on shapes whose work is shorter than the enqueuing, so that the host is
 what is measured; medians of rounds in turns. `replayed` repeats the launches of the first call
-(kernels/int8_attention/launch.py), `bound` lets Triton bind each launch anew. Usage: python bench/bench_launch.py
+(kernels/int8_attention/launch.py), `moved` those of tensors that lie elsewhere each time, `bound` lets Triton bind each
+launch anew. --parts: what the parts of a replayed call take, and torch's own. Usage: python bench/bench_launch.py
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
+import math
 import statistics
 import sys
 import time
@@ -21,14 +24,19 @@ from records import RESULTS, Invocation, commit_here
 
 import sdpa_router
 from sdpa_router import int8_attention
-from sdpa_router.kernels.int8_attention import launch
+from sdpa_router.decide import Call
+from sdpa_router.kernels.int8_attention import launch, op
+from sdpa_router.kernels.int8_attention import plan as planning
+from sdpa_router.recent import answered_before
 from sdpa_router.testing import relative_error, sdpa_oracle
 
 CALLS, ROUNDS = 100, 9
 
 
 def host_us(call: Callable[[], object]) -> float:
-    """Microseconds a call until it returns."""
+    """Microseconds a call until it returns, of one that was made before."""
+    for _ in range(3):  # the first is bound, the second fills in, the third is recognised
+        call()
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(CALLS):
@@ -48,6 +56,42 @@ def bound(call: Callable[[], object]) -> Callable[[], object]:
     return again
 
 
+def moved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor | None) -> Callable[[], object]:
+    """The call on copies of the query, more than a plan keeps filled in arguments for."""
+    copies = itertools.cycle([q.clone() for _ in range(150)])
+    return lambda: int8_attention(next(copies), k, v, m)
+
+
+def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """The parts of a replayed call without a mask, and torch's own functions that they use or replace."""
+    numbers, scaled = (False, None, False, "auto", "auto"), (False, 1.0 / math.sqrt(q.shape[3]), "auto", "auto")
+    for _ in range(3):
+        int8_attention(q, k, v)
+    out, call = torch.empty_like(q), Call(q, k, v, None, 0.0, False, None, False)
+    known, addresses = launch.recall(numbers, (q, k, v, None))
+    if known is None:
+        raise RuntimeError("the call was not remembered")
+    plan, addresses = known.plan, [*addresses, out.data_ptr(), 0]
+    plan.run(addresses)
+    ready = next(filled for at, filled in plan.filled.items() if at[1:7] == tuple(addresses))
+    found: dict[str, Callable[[], object]] = {
+        f"launch {number} of {launched.kernel.__name__}": functools.partial(function, *args)
+        for number, (launched, (function, args)) in enumerate(zip(plan.launches, ready, strict=True))
+    }
+    return found | {
+        "plan": lambda: plan.run(addresses),
+        "recall": lambda: launch.recall(numbers, (q, k, v, None)),
+        "replay": lambda: launch.replay(scaled, (q, k, v, None, out, None), bool),
+        "attend": lambda: op.attend(q, k, v, None, *numbers),
+        "answered_before": lambda: answered_before(call, "auto", "auto"),
+        "torch.empty": lambda: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        "torch.empty_like": lambda: torch.empty_like(q),
+        "workspace": lambda: planning._raw_delete(planning._raw_alloc(1 << 20, 0)),
+        "current_stream": torch.cuda.current_stream,
+        "nothing": lambda: None,
+    }
+
+
 def kinds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor | None) -> dict[str, Callable[[], object]]:
     """The calls to compare, by name."""
     operator = torch.ops.sdpa_router.int8_attention
@@ -60,6 +104,7 @@ def kinds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor | N
         "replayed": lambda: int8_attention(q, k, v, m),
         "operator": lambda: operator(q, k, v, m, False, None, False, "auto", "auto"),
         "routed": routed,
+        "moved": moved(q, k, v, m),
         "lse": lambda: int8_attention(q, k, v, m, return_lse=True),
         "fp8": lambda: int8_attention(q, k, v, m, pv="fp8"),
         "high": lambda: int8_attention(q, k, v, m, precision="high"),
@@ -71,6 +116,8 @@ def kinds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor | N
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check-only", action="store_true", help="compare with float64 only, and so compile")
+    parser.add_argument("--parts", action="store_true", help="time the parts of a call instead")
+    parser.add_argument("--kinds", default="", help="the kinds of calls to time, separated by commas; default all")
     parser.add_argument("--commit", default=None, help="recorded where this is no git checkout")
     parser.add_argument("--out", type=Path, default=RESULTS / "launch.jsonl")
     options = parser.parse_args()
@@ -81,8 +128,13 @@ def main() -> int:
         name = f"D{head_dim}{' masked' if masked else ''}"
         tensors = [torch.randn(1, 2, n, head_dim, device="cuda", dtype=torch.bfloat16) for n in (128, 256, 256)]
         mask = torch.randn(1, 1, 1, 256, device="cuda", dtype=torch.bfloat16) if masked else None
+        if options.parts:
+            calls |= {} if masked else {(name, part): call for part, call in parts(*tensors).items()}
+            continue
         exact = sdpa_oracle(*tensors, mask)[0]
         for kind, call in kinds(*tensors, mask).items():
+            if options.kinds and kind not in options.kinds.split(","):
+                continue
             call()
             answer = call()  # a warm one
             error = relative_error(answer[0] if isinstance(answer, tuple) else answer, exact)

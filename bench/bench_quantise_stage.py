@@ -4,7 +4,8 @@ Every design is checked (its int8 values times their scales against the rotated 
 whole of quantize(), captured in a CUDA graph, so that the host does not count; designs take turns, medians are kept.
 `kernels_us` are the parts by torch's profiler. Bytes are those that must be moved: one read of query and key, one write
 of their int8 copies. Key and query of the default shape are ten times the L2 cache.
-Usage: python bench/bench_quantise_stage.py [--shape 56,4096,33600,128] [--sweep] [--check-only] [--out FILE.jsonl]
+Usage: python bench/bench_quantise_stage.py [--shape 56,4096,33600,128] [--sweep]
+[--tilings "128,13,4,2;64,16,4,2"] [--check-only] [--out FILE.jsonl]
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ CALLS, ROUNDS = 5, 7
 BUDGET = 0.012  # a step of 127 under a peak of 3.5 is off by 0.8 % of the rms
 
 
-def tilings(head_dim: int, sweep: bool) -> list[Tiling]:
-    """The design that is used, and with `sweep` its neighbours."""
-    kept = HOPPER_TILINGS[padded_head_dim(head_dim) > 128]
+def tilings(head_dim: int, sweep: bool, others: str) -> list[Tiling]:
+    """The design that is used, those of `others`, and with `sweep` its neighbours."""
+    padded = padded_head_dim(head_dim)
+    kept = HOPPER_TILINGS[(padded > 64) + (padded > 128)]
     if not sweep:
-        return [kept]
+        return [kept, *(Tiling(*map(int, text.split(","))) for text in others.split(";") if text)]
     designs = {kept}
     for rows, steps, warps, stages in (
         (1, 2, 1, 1),
@@ -41,7 +43,7 @@ def tilings(head_dim: int, sweep: bool) -> list[Tiling]:
         (0.5, 1, 1, 1),
     ):
         factors = (rows, steps, warps, stages)
-        designs.add(Tiling(*(max(1, int(number * factor)) for number, factor in zip(kept, factors, strict=True))))
+        designs.add(Tiling(*(max(1, int(number * factor)) for number, factor in zip(kept[:4], factors, strict=True))))
     return sorted(designs)
 
 
@@ -105,6 +107,7 @@ def kernel_times(call: Callable[[], object]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="56,4096,33600,128", help="heads, queries, keys, head_dim")
+    parser.add_argument("--tilings", default="", help="other designs: rows,steps,warps,stages, separated by ;")
     parser.add_argument("--sweep", action="store_true", help="also the neighbours of the design that is used")
     parser.add_argument("--check-only", action="store_true", help="check, and so compile, but time nothing")
     parser.add_argument("--commit", default=None, help="recorded where this is no git checkout")
@@ -120,8 +123,8 @@ def main() -> int:
     graphs: dict[tuple[Tiling, str], torch.cuda.CUDAGraph] = {}
     parts: dict[tuple[Tiling, str], dict[str, float]] = {}
     found: dict[tuple[Tiling, str], tuple[float, float]] = {}
-    for tiling in tilings(head_dim, options.sweep):
-        stage.HOPPER_TILINGS = (tiling, tiling)
+    for tiling in tilings(head_dim, options.sweep, options.tilings):
+        stage.HOPPER_TILINGS = (tiling, tiling, tiling)
         for name, mask, lse in masks:
             call = lambda mask=mask, lse=lse: quantize(query, key, mask, 0.1, config, lse=lse)  # noqa: E731
             try:

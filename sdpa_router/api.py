@@ -188,6 +188,10 @@ def int8_attention(
         raise TypeError(
             f"{'key' if key is None else 'value'} is None; accepted: a tensor, unless query is a QuantizedQK"
         )
+    if out is None and lse is None:
+        again = run.int8_again(query, key, value, attn_mask, is_causal, scale, enable_gqa, return_lse, pv, precision)
+        if again is not None:
+            return again if return_lse else again[0]
     call = Call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     if not answered_before(call, pv, precision):
         codes = [reason.code.value for reason in kernel_against(call, pv, precision)]

@@ -14,11 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .decide import Call
-
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # private to torch: without it every call is recognised by its signature
-    TensorGuards = None  # type: ignore[assignment, misc]
+from .kernels.int8_attention.alike import check_of
 
 if TYPE_CHECKING:
     from .sighting import Sighting
@@ -89,7 +85,7 @@ def with_key_of_size(key: torch.Tensor, attn_mask: torch.Tensor | None) -> Itera
 def remember(name: str, call: Call, sighting: Sighting) -> None:
     """Keep a call under the settings `name`, so that one alike is recognised."""
     kept = _by_size.setdefault(_size(call.key, call.attn_mask), [])
-    check = _check_of(call) if len(kept) < _KEPT else None
+    check = check_of(_tensors(call)) if len(kept) < _KEPT else None
     if check is not None:
         grad = torch.is_grad_enabled() if any(tensor.requires_grad for tensor in _tensors(call)) else None
         kept.append(Recent(name, call, check, grad, sighting))
@@ -116,7 +112,7 @@ def remember_answered(call: Call, pv: str, precision: str) -> None:
     if len(_answered) >= _MOST:
         _answered.clear()
     kept, mask = _answered.setdefault(call.key.numel(), []), call.attn_mask
-    check = _check_of(call) if len(kept) < _KEPT else None
+    check = check_of(_tensors(call)) if len(kept) < _KEPT else None
     if check is not None:
         state = (pv, precision, mask is None, call.is_causal, call.scale, call.enable_gqa, torch.is_grad_enabled())
         kept.append((state, check))
@@ -132,17 +128,6 @@ def forget() -> None:
 
 def _tensors(call: Call) -> list[torch.Tensor]:
     return [call.query, call.key, call.value, *([] if call.attn_mask is None else [call.attn_mask])]
-
-
-def _check_of(call: Call) -> Callable[..., bool] | None:
-    """Return the check of a call's tensors, or None: it refuses a tensor that comes twice."""
-    tensors = _tensors(call)
-    if TensorGuards is None or len({*map(id, tensors)}) != len(tensors):
-        return None
-    shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
-    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
-    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
-    return check
 
 
 def _never(*tensors: torch.Tensor) -> bool:

@@ -48,10 +48,11 @@ def int8(
     """Return (out, lse [B, H, Q]) of the int8 kernel, for a call that was decided; lse is empty unless asked for."""
     mask = None if attn_mask is None else key_view(attn_mask)
     number = None if scale is None else float(scale)
-    out, lse = torch.ops.sdpa_router.int8_attention(
-        query, key, value, mask, is_causal, number, return_lse, pv, precision
-    )
-    return out, lse
+    return _op.attend(query, key, value, mask, is_causal, number, return_lse, pv, precision)
+
+
+# int8() for a call of int8_attention() that was not judged yet: None unless it has answered one like it.
+int8_again = _op.attend_again
 
 
 def int8_into(call: Call, pv: str, precision: str, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -59,7 +60,7 @@ def int8_into(call: Call, pv: str, precision: str, out: torch.Tensor, lse: torch
     query, key, value, attn_mask, _, is_causal, scale, _ = call
     mask = None if attn_mask is None else key_view(attn_mask)
     number = None if scale is None else float(scale)
-    torch.ops.sdpa_router.int8_attention_out(query, key, value, mask, is_causal, number, pv, precision, out, lse)
+    _op.attend_into(query, key, value, mask, is_causal, number, pv, precision, out, lse)
     if not torch.compiler.is_compiling():
         # So that autograd notices where it had saved a buffer; a graph that writes to one does this by itself.
         torch.autograd.graph.increment_version([buffer for buffer in (out, lse) if buffer is not None])

@@ -95,7 +95,7 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
     types = dict.fromkeys("SHIFT BIAS K_SCALE NORM Q_SCALE LSE_TERM".split(), "*fp32") | {
         "K": "*bf16", "Q": "*bf16", "ROTATION": "*bf16", "K8": "*i8", "Q8": "*i8", "factor": "fp32",
         "lse_factor": "fp32",
-        **integers("N NP M step heads kv_heads key_programs k_chunks q_chunks bias_rows"),
+        **integers("N NP M step steps heads kv_heads key_programs k_chunks q_chunks bias_rows"),
         **integers("s_kb s_kh s_kn s_qb s_qh s_qm s_b s_h s_n s_bias_b s_bias_h"),
     }  # fmt: skip
     for head_dim in HEAD_DIMS:
@@ -110,7 +110,7 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
                 scales, ((False, False, True), (True, True, True), (False, False, False))
             ):
                 constants = shared | {
-                    "K_ROWS": config.block_n, "Q_ROWS": tiling.q_rows, "STEPS": tiling.steps,
+                    "K_ROWS": config.block_n, "Q_ROWS": tiling.q_rows,
                     "STAGES": tiling.num_stages, "HAS_BIAS": bias, "BIAS_ROWS": 1, "SCALES": per_block,
                     "HAS_NORM": config.gluon, "HAS_LSE": lse, "HAS_ROTATION": rotation, "UPCAST": False,
                 }  # fmt: skip
@@ -120,6 +120,7 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
         for bias in (False, True):
             rows = quantize.shift_rows(padded)
             constants = shared | {"ROWS": rows, "SAMPLES": quantize.SHIFT_SAMPLES, "HAS_BIAS": bias}
+            constants["UNROLL"] = quantize.shift_steps(config_for(arch, head_dim))
             label = f"key shift D{head_dim}{' bias' if bias else ''}"
             yield label, quantize_kernels._key_shift, types, constants, {"num_warps": 8}
     for kind in ("*fp16", "*u8"):

@@ -26,6 +26,7 @@ VARIANTS = (
     (128, "bf16", ("HAS_BIAS", "HAS_LSE")),
     (128, "bf16", ("HIGH",)),
     (128, "fp8e4nv", ("HAS_BIAS", "TAIL")),
+    (128, "fp8e4nv", ("TURNS",)),
     (256, "bf16", ("HAS_BIAS",)),
 )
 
@@ -97,7 +98,8 @@ def facts(compiled, consumers: int) -> dict[str, object]:
 def main() -> None:
     for head_dim, dtype, flags in VARIANTS:
         table = HOPPER_FP8 if dtype == "fp8e4nv" else HOPPER_GLUON
-        types, constants = variant(head_dim, dtype, flags, table[padded_head_dim(head_dim)])
+        config = table[padded_head_dim(head_dim)]._replace(turns=int("TURNS" in flags))
+        types, constants = variant(head_dim, dtype, flags, config)
         name = " ".join((f"D{head_dim}", dtype, *flags))
         print(json.dumps({"variant": name} | facts(build(types, constants), constants["T"].CONSUMERS)), flush=True)
 

@@ -41,12 +41,13 @@ def linear_variants() -> Iterator[tuple[str, object, dict, dict, dict]]:
 
 
 def value_variants() -> Iterator[tuple[str, object, dict, dict, dict]]:
-    types = {"V": "*bf16", "Y": "*fp8e4nv"} | dict.fromkeys("BIAS PEAK SCALE".split(), "*fp32")
-    types |= integers("N steps heads bias_rows s_b s_h s_n s_bias_b s_bias_h")
+    types = {"V": "*bf16", "Y": "*fp8e4nv", "OVER": "*i32"} | dict.fromkeys("BIAS PEAK SCALE".split(), "*fp32")
+    types |= integers("N steps stride heads bias_rows s_b s_h s_n s_bias_b s_bias_h")
     constants = {"D": 64, "DP": 64, "ROWS": 32, "HAS_BIAS": True}
-    yield "value peaks", quantize_value._value_peaks, types, constants, {}
+    yield "value peaks", quantize_value._sample_peaks, types, constants, {}
     constants |= {"PARTS": 4, "PERMUTED": True, "INTERPRETED": False}
-    yield "value", quantize_value._quantize_value, types, constants, {}
+    yield "value", quantize_value._quantize_value, types, constants | {"STEPS": 4}, {}
+    yield "value again", quantize_value._finish_value, types, constants, {}
 
 
 def variants(arch: int) -> Iterator[tuple[str, object, dict, dict, dict]]:

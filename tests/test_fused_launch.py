@@ -33,6 +33,7 @@ def replayed(monkeypatch):
             tape.add(kernel, compiled, grid, args, options)
 
     monkeypatch.setattr(launching, "_plans", {})
+    monkeypatch.setattr(launching, "_known", {})
     monkeypatch.setattr(launching, "_observed", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=99))
     for module in (fused, linear):

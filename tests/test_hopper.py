@@ -21,8 +21,9 @@ WIDE = {"block_m": 128, "block_n": 128, "num_stages": 3}
 VARIANTS = [
     (64, {}), (64, WIDE), (64, {"block_m": 64, **NARROW}), (64, {"block_m": 192, **NARROW}),
     (96, {}), (128, {}), (128, {"as_float": 0}), (128, {"polynomial": 4}), (256, {}),
+    (64, {"turns": 1}), (96, {"as_float": 2}), (128, {"turns": 1}),
 ]  # fmt: skip
-FP8 = [(64, {}), (64, WIDE), (96, {}), (128, {}), (128, {"polynomial": 2}), (256, {})]
+FP8 = [(64, {}), (64, WIDE), (96, {}), (128, {}), (128, {"polynomial": 2}), (128, {"turns": 1}), (256, {})]
 
 
 def draw(heads, kv_heads, q_len, kv_len, head_dim):
@@ -77,6 +78,14 @@ def test_a_scale_for_each_key_is_more_exact(changes, fp8):
     high, auto = (relative_error(run(query, key, value, changes=changes, fp8=fp8, high=h)[0], exact) for h in (1, 0))
     assert high < auto
     assert high < (0.045 if fp8 else 0.0105)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_weights_in_e4m3_round_alike_with_and_without_a_running_maximum(head_dim):
+    """Both are whole numbers (log2), and e4m3 is the same under any of these."""
+    query, key, value = draw(2, 2, 200, 1000, head_dim)
+    bounded, running = (run(query, key, value, changes={}, fp8=True, high=True, online=o)[0] for o in (False, True))
+    assert relative_error(bounded, running) < 5e-3
 
 
 @pytest.mark.parametrize("direction", [1, -1])

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from sdpa_router.kernels.int8_attention import launch as launching
+from sdpa_router.kernels.int8_attention import plan as planning
+from sdpa_router.kernels.int8_attention.direct import passing_of
 from sdpa_router.kernels.int8_attention.launch import empty, launch, replay, zeros
 
 
@@ -61,6 +63,7 @@ def add(source, target, n, number):
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(launching, "_plans", {})
+    monkeypatch.setattr(launching, "_known", {})
     monkeypatch.setattr(launching, "_observed", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=99))
     return Kernel()
@@ -212,3 +215,131 @@ def test_a_plan_holds_no_tensor(kernel):
     assert not any(isinstance(thing, torch.Tensor) for thing in seen)
     assert plan.size == 256
     assert math.isfinite(gc.collect())
+
+
+class Function:
+    """Stands for Triton's C function."""
+
+    def __init__(self):
+        self.ran = []
+
+    def __call__(self, *args):
+        self.ran.append(args)
+
+
+class Launcher:
+    """Like Triton's: turns descriptors into something else, then calls its C function."""
+
+    def __init__(self, function, scratch=0):
+        self.global_scratch_size, self.profile_scratch_size = scratch, 0
+        self.launch_pdl = False
+        self.called = 0
+
+        def around(launcher):
+            def inner(*args):
+                return launcher(*[arg.base.data_ptr() if hasattr(arg, "base") else arg for arg in args])
+
+            return inner
+
+        self.launch = around(function)
+
+    def __call__(self, x, y, z, stream, function, *args):
+        self.called += 1
+        self.launch(x, y, z, stream, function, self.launch_pdl, *args)
+
+
+def test_addresses_that_come_again_go_to_the_c_function_at_once(kernel, monkeypatch):
+    function = Function()
+    launcher = kernel.compiled.run = Launcher(function)
+    monkeypatch.setattr(planning, "_MOST_FILLED", 2)
+    x, outs = torch.arange(5.0), [torch.empty(5) for _ in range(3)]
+    call(kernel, x, outs[0])
+    (plan,) = launching._plans.values()
+    sequence = [0, 0, 1, 1, 0, 2, 2, 1, 0]
+    for number in sequence:
+        call(kernel, x, outs[number])
+        assert len(plan.filled) <= 2
+        first, second = function.ran[-2:]
+        assert (first[:6], second[:6]) == ((3, 1, 1, 99, 7, False), (4, 5, 1, 99, 7, False))
+        assert first[10] == x.data_ptr()
+        assert second[10:12] == (first[11], outs[number].data_ptr())  # what the first wrote, the second reads
+    assert len(function.ran) == 2 * len(sequence)
+    assert launcher.called == 0
+    assert kernel.bound == 2
+
+
+def test_a_launcher_that_needs_memory_or_is_unknown_is_called_itself(kernel):
+    assert passing_of(Launcher(Function(), scratch=8)) is None
+    assert passing_of(kernel.run) is None
+    unknown = Launcher(Function())
+    unknown.launch = lambda *args: None
+    assert passing_of(unknown) is None
+    other_order = Launcher(Function())
+    other_order.launch = lambda *args, launcher=None: None
+    assert passing_of(other_order) is None
+    launcher = kernel.compiled.run = Launcher(Function(), scratch=8)
+    x, out = torch.arange(5.0), torch.empty(5)
+    for _ in range(3):
+        call(kernel, x, out)
+    assert launcher.called == 4
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_what_the_installed_triton_passes_to_its_c_function(monkeypatch, described):
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    descriptors = pytest.importorskip("triton.tools.tensor_descriptor", reason="Triton 3.4 or newer")
+    from triton.runtime import driver as active
+
+    def fill(*args):
+        return ("map", *args)
+
+    utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
+    monkeypatch.setattr(active, "_active", SimpleNamespace(utils=utils))
+    signature, metadata, args = {0: "*fp32"}, None, [4096]
+    base = torch.empty(128, 64, dtype=torch.float16)
+    if described:
+        signature = {0: "*fp32", 1: "tensordesc<fp16[64, 64]>", 2: "i32"}
+        metadata = [{"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [64, 64], "fp4_padded": False}]
+        args += [descriptors.TensorDescriptor(base, [128, 64], [64, 1], [64, 64]), 5]
+    function = Function()
+    launcher = object.__new__(driver.CudaLauncher)
+    vars(launcher).update(
+        num_ctas=1, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+        launch_cooperative_grid=False, launch_pdl=False, gsan_enabled=False, arg_annotations=(), kernel_signature=b"",
+        launch=driver.wrap_handle_tensordesc(function, signature, metadata),
+    )  # fmt: skip
+    given = (1, 2, 3, 99, 7, (4, 1, 0), None, None, None, *args)
+    passing = passing_of(launcher)
+    assert passing is not None
+    for _ in range(2):
+        found, noted = passing.call(given)
+        assert found is function
+    assert not function.ran
+    launcher(*given)
+    assert [noted] == function.ran
+    assert ("map" in str(noted)) is described
+    assert (str(base.data_ptr()) in str(noted)) is described
+
+
+def test_a_call_is_recognised_by_what_matters():
+    plan = object()
+    x, y = torch.zeros(4, 4), torch.zeros(2)
+    launching.forget()
+    launching.remember(1, (x, None, y), plan, note="mine")
+    known, addresses = launching.recall(1, (torch.ones(4, 4), None, y))
+    assert (known.plan, known.note, addresses[1:]) == (plan, "mine", [0, y.data_ptr()])
+    others = {
+        "number": (2, (x, None, y)),
+        "stride": (1, (x.T, None, y)),
+        "shape": (1, (x.view(2, 8), None, y)),
+        "dtype": (1, (x.int(), None, y)),
+        "given": (1, (x, y, None, y)),
+        "left out": (1, (x, None, None)),
+        "alignment": (1, (torch.zeros(17)[1:].view(4, 4), None, y)),
+        "gradient": (1, (torch.zeros(4, 4, requires_grad=True), None, y)),
+        "negated": (1, (torch._neg_view(x), None, y)),
+    }
+    for name, (number, tensors) in others.items():
+        assert launching.recall(number, tensors)[0] is None, name
+    launching.forget()
+    assert launching.recall(1, (x, None, y))[0] is None

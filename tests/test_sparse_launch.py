@@ -22,12 +22,13 @@ LISTS = ["_make_lists", "_make_pairs"]
 def plans(monkeypatch):
     """The plans that are made; without a GPU as if the interpreter had compiled what it ran."""
     monkeypatch.setattr(launching, "_plans", {})
+    monkeypatch.setattr(launching, "_known", {})
     monkeypatch.setattr(launching, "_observed", lambda: False)
     if DEVICE == "cpu":
-        add = launching._Tape.add
+        add = launching.Tape.add
         compiled = SimpleNamespace(packed_metadata=())
         monkeypatch.setattr(
-            launching._Tape, "add", lambda tape, kernel, _, *launch: add(tape, kernel, compiled, *launch)
+            launching.Tape, "add", lambda tape, kernel, _, *launch: add(tape, kernel, compiled, *launch)
         )
     return launching._plans
 

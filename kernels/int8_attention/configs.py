@@ -13,8 +13,9 @@ class Config(NamedTuple):
     """Query rows of a program, keys of a step.
 
     gluon: the kernel of hopper.py, with four key scales a step, and a warpgroup for every 64 query rows.
-    as_float: whether it saves the conversion of scores (see hopper_ring.Traits).
+    as_float: whether it saves the conversion of scores (see hopper_ring.Traits): 1 but for 96 columns, 2 for them too.
     polynomial: 2 or 4 where one exponential in so many is a polynomial; 0: none.
+    turns: 1 where its warpgroups start their matrix products in turns.
     """
 
     block_m: int
@@ -25,6 +26,7 @@ class Config(NamedTuple):
     gluon: bool = False
     as_float: int = 0
     polynomial: int = 0
+    turns: int = 0
 
 
 # By padded head_dim. Set so that no variant spills on Triton 3.6 and 3.9 (tests/test_aot.py); not timed, but for sm_90.

@@ -65,7 +65,6 @@ def _step(
     CAUSAL: tl.constexpr, TMA: tl.constexpr, PER_KEY: tl.constexpr, FP8: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of the online softmax, in log2 units; `top` is the row maximum, `total` the row sum."""
-    PEAK: tl.constexpr = FP8_PEAK if FP8 else 0.0
     s = _scores(q, K8, k_row, n0, DP, BN, TMA)
     if PER_KEY:
         s *= tl.load(K_SCALE + n0 + tl.arange(0, BN))[None, :]
@@ -82,11 +81,15 @@ def _step(
             if CAUSAL:
                 keep = keep & (n[None, :] <= rows[:, None])
             s = tl.where(keep, s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1) - PEAK)
-        p = tl.math.exp2(s - new_top[:, None])
+        peak = tl.max(s, 1)
     else:
         # The scale is not negative, so it can wait for the exponent, where it costs nothing.
-        new_top = tl.maximum(top, tl.max(s, 1) * scale - PEAK)
+        peak = tl.max(s, 1) * scale
+    # In whole numbers a change of it rescales without rounding, and no weight's e4m3 depends on it.
+    new_top = tl.maximum(top, tl.math.ceil(peak - FP8_PEAK) if FP8 else peak)
+    if HAS_BIAS or MASKED:
+        p = tl.math.exp2(s - new_top[:, None])
+    else:
         p = tl.math.exp2(s * scale[:, None] - new_top[:, None])
     decay = tl.math.exp2(top - new_top)
     total = total * decay + tl.sum(p, 1)

@@ -32,7 +32,7 @@ from .hopper_parts import (
     _started,
     _write_parts,
 )
-from .hopper_ring import Traits, _barriers, _buffer, _producer, first_columns
+from .hopper_ring import Traits, _barriers, _buffer, _producer, _turns, first_columns
 from .launch import launch
 from .quantize import Quantized
 from .quantize_value import QuantizedValue
@@ -46,16 +46,20 @@ _ROWS = 64  # query rows of a warpgroup
 @gluon.jit
 def _step(
     j, slot, phase, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
-    T: gl.constexpr, P: gl.constexpr, ONLINE: gl.constexpr,
+    T: gl.constexpr, P: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile j, then P @ V of tile j - 1 with the softmax of tile j under it."""
-    k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
+    k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
     SPLIT: gl.constexpr = T.REST > 0
     mbarrier.wait(full.index(slot), phase)
+    if T.TURNS:
+        mbarrier.wait(turn.index(GROUP), (j & 1) if GROUP == 0 else (j & 1) ^ 1)  # the first turn is free
     s = _started(q, k_s.index(slot), T, ONLINE)
     acc = _product(packed, v_s.index(slot), acc, P, T.BM, T.BN)
     if SPLIT:
         rest = _product(packed, rest_s.index(slot), rest, P, T.BM, T.BN)
+    if T.TURNS:
+        mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
     s = warpgroup_mma_wait(1 + SPLIT, deps=[s])
     col = (tiles - 1 - j) * T.BN
     # Where BN is a program's query rows, the diagonal crosses the first tile only; _attend has done that one.
@@ -93,9 +97,11 @@ def _step(
 
 
 @gluon.jit
-def _attend(q, q_scale, rows, SINK, M, N, tiles, masked, ring, T: gl.constexpr, ONLINE: gl.constexpr):
+def _attend(
+    q, q_scale, rows, SINK, M, N, tiles, masked, ring, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr
+):
     """Walk the ring: P @ V [BM, COLUMNS] and [BM, REST] before division, row sums and tops [BM] of one warpgroup."""
-    k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
+    k_s, v_s, rest_s, scale_s, bias_s, full, empty, _turn = ring
     BITS: gl.constexpr = v_s.dtype.primitive_bitwidth
     ACC: gl.constexpr = _accumulator(T.COLUMNS, BITS)
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=32 // BITS)
@@ -119,7 +125,7 @@ def _attend(q, q_scale, rows, SINK, M, N, tiles, masked, ring, T: gl.constexpr, 
     for j in range(1, tiles):
         acc, rest, packed, total, top = _step(
             j, slot, phase, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
-            T, P, ONLINE,
+            T, P, ONLINE, GROUP,
         )  # fmt: skip
         slot += 1
         if slot == T.STAGES:
@@ -156,10 +162,10 @@ def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
         q = q8.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=4))
     bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, M, k_tiles, T.BM, T.D)
     if bound <= limit:
-        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, False)
+        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, False, GROUP)
         _write_parts(acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, T)
     else:
-        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, True)
+        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, True, GROUP)
         _write_parts(acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, T)
 
 
@@ -198,6 +204,9 @@ def _attention(
         V_SCALE += kv_head * T.D
     q_s = _buffer(q_desc, T.CONSUMERS)
     q_full, full, empty = _barriers(T.STAGES, T.CONSUMERS)
+    turn = full
+    if T.TURNS:
+        turn = _turns(T.CONSUMERS)
     k_s = _buffer(k_desc, T.STAGES)
     v_s = _buffer(v_desc, T.STAGES)
     rest_s = v_s
@@ -207,7 +216,7 @@ def _attention(
     bias_s = scale_s
     if T.HAS_BIAS:
         bias_s = _buffer(bias_desc, T.STAGES)
-    ring = (k_s, v_s, rest_s, scale_s, bias_s, full, empty)
+    ring = (k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn)
     work = (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, q_s, q_full, ring,
             block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit)  # fmt: skip
     loads = (q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring,
@@ -253,10 +262,10 @@ def traits(
         BM=_ROWS, BN=config.block_n, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=32 * (head_dim > columns),
         STAGES=config.num_stages, CONSUMERS=config.block_m // _ROWS,
         Q_REGISTERS=padded <= 128 and config.block_m * min(config.block_n, 96) < 256 * _ROWS,
-        AS_FLOAT=bool(config.as_float) and head_dim <= columns and not (high or has_bias or fp8),
+        AS_FLOAT=config.as_float > (head_dim > columns) and not (high or has_bias or fp8),
         HAS_BIAS=has_bias, HAS_LSE=has_lse, CAUSAL=causal, TAIL=tail, HIGH=high, FP8=fp8,
         # It ends at 2^-126 and loses NaN: that of a key shows in those that share its scale.
-        POLYNOMIAL=0 if has_bias or high else config.polynomial,
+        POLYNOMIAL=0 if has_bias or high else config.polynomial, TURNS=config.turns > 0 and config.block_m > _ROWS,
     )  # fmt: skip
 
 

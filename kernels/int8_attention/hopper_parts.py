@@ -120,7 +120,9 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
         else:
             # The scale is not negative: the order of the int8 scores is the order of the scores.
             peak = gl.max(gl.max(gl.max(s4, 3), 1).to(gl.float32) * scale, 1)
-        new_top = gl.maximum(top, gl.convert_layout(peak, gl.SliceLayout(1, S)) - (_E4M3_TOP if T.FP8 else 0.0))
+        peak = gl.convert_layout(peak, gl.SliceLayout(1, S))
+        # In whole numbers, as in forward.py: no weight's e4m3 depends on the maximum.
+        new_top = gl.maximum(top, gl.ceil(peak - _E4M3_TOP) if T.FP8 else peak)
         decay = gl.exp2(top - new_top)
         top = new_top
     if ONLINE or T.FP8:
@@ -235,6 +237,9 @@ def _write(
     ACC: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Divide by the row sums and store; out, lse and term point at this head's first row."""
+    shifted = 0.0
+    if HAS_LSE:
+        shifted = gl.load(term + rows, mask=rows < M, other=0.0)  # on its way while the rows are stored
     empty = total == 0  # not "total > 0": NaN must stay NaN
     inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
     o = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, ACC)), 1)
@@ -243,7 +248,7 @@ def _write(
     gl.store(out + m.to(gl.int64) * s_om + d, o.to(out.dtype.element_ty), mask=(m < M) & (d < HEAD_DIM))
     if HAS_LSE:
         value = (top + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453
-        value += gl.load(term + rows, mask=rows < M, other=0.0) * keep + anchor
+        value += shifted * keep + anchor
         gl.store(lse + rows.to(gl.int64) * s_lm, gl.where(empty, float("-inf"), value), mask=rows < M)
 
 

@@ -21,6 +21,8 @@ class Traits(NamedTuple):
     COLUMNS + REST.  STAGES: slots of the ring.  CONSUMERS: warpgroups.
     Q_REGISTERS: whether the query is held there.  AS_FLOAT: whether bounded scores are made floats of by what their
     product starts from.  HIGH: a scale for each key.  FP8: P @ V in e4m3.  POLYNOMIAL: as in Config, of bounded scores.
+    TURNS: whether warpgroups start their products one after the other, so that the softmax of each runs under the
+    products of the others; left alone all wait for their scores together, and then do exponentials together.
     """
 
     BM: int
@@ -40,6 +42,7 @@ class Traits(NamedTuple):
     HIGH: bool
     FP8: bool
     POLYNOMIAL: int = 0
+    TURNS: bool = False
 
 
 def first_columns(head_dim: int) -> int:
@@ -75,7 +78,7 @@ def _producer(work, T: gl.constexpr):
     """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1."""
     q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring = work[:9]
     LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles = work[9:]
-    k_s, v_s, rest_s, scale_s, bias_s, full, empty = ring
+    k_s, v_s, rest_s, scale_s, bias_s, full, empty, _turn = ring
     K_BYTES: gl.constexpr = k_desc.block_type.nbytes + scale_desc.block_type.nbytes + (T.BN * 4 if T.HAS_BIAS else 0)
     V_BYTES: gl.constexpr = v_desc.block_type.nbytes + (rest_desc.block_type.nbytes if T.REST > 0 else 0)
     SCALES: gl.constexpr = T.BN if T.HIGH else 4
@@ -120,6 +123,15 @@ def _barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     return q_full, full, empty
+
+
+@gluon.jit
+def _turns(CONSUMERS: gl.constexpr):
+    """A barrier a warpgroup, initialised, that tells it to start the products of its next tile."""
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(turn.index(i), count=1)
+    return turn
 
 
 @gluon.jit

@@ -70,24 +70,48 @@ class Quantized(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Launch of _quantize: query rows of a block, blocks of a program, warps, stages of its loop."""
+    """Launch of _quantize: query rows of a block, blocks of a program, warps, stages of its loop.
+
+    resident: programs that a processor of the GPU has registers for, 0 where that is not known.
+    """
 
     q_rows: int
     steps: int
     num_warps: int
     num_stages: int
+    resident: int = 0
 
 
-# By padded head_dim up to 128, and above. On sm_90 the best of bench/bench_quantise_stage.py.
-HOPPER_TILINGS = (Tiling(128, 8, 4, 2), Tiling(64, 4, 8, 2))
-_TILINGS = (Tiling(64, 4, 4, 1), Tiling(32, 4, 4, 1))
-_AMD_TILINGS = (Tiling(32, 4, 4, 1), Tiling(16, 4, 8, 1))  # where key blocks are small, for want of registers
+# By padded head_dim up to 64, up to 128, and above. On sm_90 the best of bench/bench_quantise_stage.py.
+HOPPER_TILINGS = (Tiling(64, 8, 4, 2, 4), Tiling(128, 8, 4, 2, 2), Tiling(64, 4, 8, 2, 1))
+_TILINGS = (Tiling(64, 4, 4, 1), Tiling(64, 4, 4, 1), Tiling(32, 4, 4, 1))
+# Where key blocks are small, for want of registers.
+_AMD_TILINGS = (Tiling(32, 4, 4, 1), Tiling(32, 4, 4, 1), Tiling(16, 4, 8, 1))
 
 
 def tiling_of(padded: int, config: Config) -> Tiling:
     """The launch for a padded head_dim and a configuration of the attention kernel."""
     small = config.block_n < 64 and config.block_n * padded <= 4096
-    return (HOPPER_TILINGS if config.tma else _AMD_TILINGS if small else _TILINGS)[padded > 128]
+    table = HOPPER_TILINGS if config.tma else _AMD_TILINGS if small else _TILINGS
+    return table[(padded > 64) + (padded > 128)]
+
+
+def balanced_steps(tiling: Tiling, processors: int, key: tuple[int, int], query: tuple[int, int]) -> int:
+    """Blocks of a program so that programs fill the GPU a whole number of times, near tiling.steps if once or more.
+
+    key, query: heads, and blocks of a head.
+    """
+    slots = processors * tiling.resident
+    if slots == 0:
+        return tiling.steps
+    blocks = key[0] * key[1] + query[0] * query[1]
+    room = slots * max(1, round(blocks / (slots * tiling.steps)))
+    steps = max(1, -(-blocks // room))
+    while steps < max(key[1], query[1]):
+        if sum(heads * triton.cdiv(count, steps) for heads, count in (key, query)) <= room:
+            break
+        steps += 1
+    return steps
 
 
 def quantize(
@@ -183,7 +207,7 @@ def _shift(
         key, bias if bias is not None else shift, shift, rotation, kv_len, padded_len(kv_len, config),
         triton.cdiv(kv_len, SHIFT_SAMPLES), kv_heads, bias_rows, *key.stride()[:3], *strides,
         D=head_dim, DP=padded, B=rotated, ROWS=shift_rows(padded),
-        SAMPLES=SHIFT_SAMPLES, HAS_BIAS=bias is not None, num_warps=8,
+        SAMPLES=SHIFT_SAMPLES, UNROLL=shift_steps(config), HAS_BIAS=bias is not None, num_warps=8,
     )  # fmt: skip
     return _Shifted(bias, anchor, live, shift, rotation, bias_rows)
 
@@ -236,10 +260,11 @@ def _launch(
     rotated = min(padded, 128)
     tiling = tiling_of(padded, config)
     rows = padded_len(kv_len, config)
-    k_chunks = triton.cdiv(rows // config.block_n, tiling.steps)
-    q_chunks = triton.cdiv(triton.cdiv(q_len, tiling.q_rows), tiling.steps)
-    key_programs = batch * kv_heads * k_chunks if keys else 0
-    query_programs = batch * heads * q_chunks if queries else 0
+    key_work = (batch * kv_heads if keys else 0, rows // config.block_n)
+    query_work = (batch * heads if queries else 0, triton.cdiv(q_len, tiling.q_rows))
+    steps = balanced_steps(tiling, processors_of(query.device), key_work, query_work)
+    k_chunks, q_chunks = (triton.cdiv(blocks, steps) for _, blocks in (key_work, query_work))
+    key_programs, query_programs = key_work[0] * k_chunks, query_work[0] * q_chunks
     scales = config.block_n if k.key_scale.shape[-1] == rows else 4 if config.gluon else 1
     bias, rotation, unused = shifted.bias, shifted.rotation, shifted.shift
     launch(
@@ -248,9 +273,9 @@ def _launch(
         bias if bias is not None else unused, k.key, k.key_scale, k.key_norm if k.key_norm is not None else unused,
         q.query, q.query_scale, q.lse_term if q.lse_term is not None else unused,
         scale * LOG2E / rotated, scale / rotated, kv_len, rows, q_len, kv_heads, heads,
-        key_programs, k_chunks, q_chunks, *key.stride()[:3], *query.stride()[:3],
+        key_programs, k_chunks, q_chunks, steps, *key.stride()[:3], *query.stride()[:3],
         *(row_strides(bias) if bias is not None else (0, 0)),
-        D=head_dim, DP=padded, B=rotated, K_ROWS=config.block_n, Q_ROWS=tiling.q_rows, STEPS=tiling.steps,
+        D=head_dim, DP=padded, B=rotated, K_ROWS=config.block_n, Q_ROWS=tiling.q_rows,
         STAGES=tiling.num_stages, HAS_BIAS=bias is not None, BIAS_ROWS=shifted.bias_rows, SCALES=scales,
         HAS_NORM=k.key_norm is not None, HAS_LSE=lse, HAS_ROTATION=rotation is not None, UPCAST=interpreting(),
         num_warps=tiling.num_warps,
@@ -260,3 +285,13 @@ def _launch(
 def shift_rows(padded: int) -> int:
     """Keys that a step of _key_shift reads: as many as fit the registers of every architecture."""
     return 128 if padded <= 128 else 32
+
+
+def shift_steps(config: Config) -> int:
+    """Steps of _key_shift whose loads are under way together: more where registers allow it."""
+    return 4 if config.tma else 1
+
+
+def processors_of(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU, or compute units; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0

@@ -41,24 +41,20 @@ def _round(y):
 def _key_shift(
     K, BIAS, SHIFT, ROTATION, N, NP, step, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    UNROLL: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """SHIFT[B, Hkv, DP] = rotated mean over the kept ones of every step-th key, or of all keys where those are few.
 
     ROTATION[B, B] is written for _quantize, where making it would cost more than the rest of the work.
     """
     head = tl.program_id(0)
-    rotation = _hadamard(B)
-    if head == 0:
-        i = tl.arange(0, B)
-        tl.store(ROTATION + i[:, None] * B + i[None, :], rotation.to(ROTATION.dtype.element_ty))
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     K += b * s_b + h * s_h
     BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
     total = tl.zeros([ROWS, DP], tl.float32)
     count = tl.zeros([ROWS], tl.float32)
-    for start in range(0, SAMPLES, ROWS):
+    for start in tl.range(0, SAMPLES, ROWS, loop_unroll_factor=UNROLL):  # their loads wait together
         n = (start + tl.arange(0, ROWS)) * step
         total, count = _add_kept(total, count, K, BIAS, n, N, NP, bias_rows, s_n, s_bias_h, D, DP, HAS_BIAS)
     if HAS_BIAS:
@@ -67,6 +63,10 @@ def _key_shift(
         for start in range(0, end, ROWS):
             n = start + tl.arange(0, ROWS)
             total, count = _add_kept(total, count, K, BIAS, n, N, NP, bias_rows, s_n, s_bias_h, D, DP, HAS_BIAS)
+    rotation = _hadamard(B)  # under the loads
+    if head == 0:
+        i = tl.arange(0, B)
+        tl.store(ROTATION + i[:, None] * B + i[None, :], rotation.to(ROTATION.dtype.element_ty))
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0)
     parts = mean.reshape([DP // B, B])
     shift = tl.sum(parts[:, :, None] * rotation[None, :, :], 1)
@@ -176,16 +176,16 @@ def _write_queries(
         tl.store(LSE_TERM + row + rows, tl.sum(x * shift[None, :], 1) * lse_factor, mask=rows < rows_left)
 
 
-@triton.jit(do_not_specialize=["N", "NP", "M", "kv_heads", "heads", "key_programs", "k_chunks", "q_chunks"])
+@triton.jit(do_not_specialize=["N", "NP", "M", "kv_heads", "heads", "key_programs", "k_chunks", "q_chunks", "steps"])
 def _quantize(
     K, Q, SHIFT, ROTATION, BIAS, K8, K_SCALE, NORM, Q8, Q_SCALE, LSE_TERM, factor, lse_factor,
-    N, NP, M, kv_heads, heads, key_programs, k_chunks, q_chunks,
+    N, NP, M, kv_heads, heads, key_programs, k_chunks, q_chunks, steps,
     s_kb, s_kh, s_kn, s_qb, s_qh, s_qm, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, K_ROWS: tl.constexpr, Q_ROWS: tl.constexpr,
-    STEPS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_ROWS: tl.constexpr, SCALES: tl.constexpr,
+    STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_ROWS: tl.constexpr, SCALES: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_ROTATION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Query [B, H, M, D] and key [B, Hkv, N, D] to int8: one program STEPS blocks of one head of either.
+    """Query [B, H, M, D] and key [B, Hkv, N, D] to int8: one program `steps` blocks of one head of either.
 
     The first `key_programs` programs do keys, k_chunks a head, the others queries, q_chunks a head.
     Triton puts a branch in a loop behind the loads of the next block, but what reads the rotation's result before them.
@@ -204,8 +204,8 @@ def _quantize(
         h = head % kv_heads
         K += b * s_kb + h * s_kh
         BIAS += (b * s_bias_b + h * BIAS_ROWS * s_bias_h) * NP
-        first = program % k_chunks * STEPS
-        for block in tl.range(first, tl.minimum(first + STEPS, NP // K_ROWS), num_stages=STAGES):
+        first = program % k_chunks * steps
+        for block in tl.range(first, tl.minimum(first + steps, NP // K_ROWS), num_stages=STAGES):
             row = block * K_ROWS
             keep = _kept(BIAS, BIAS_ROWS, s_bias_h * NP, row + tl.arange(0, K_ROWS), N, HAS_BIAS)
             x = _rotated(K, row, N, s_kn, rotation, K_ROWS, D, DP, B, UPCAST)
@@ -223,12 +223,12 @@ def _quantize(
         b = head // heads
         h = head % heads
         Q += b * s_qb + h * s_qh
-        first = program % q_chunks * STEPS
+        first = program % q_chunks * steps
         sign = tl.where(factor < 0, -1.0, 1.0)  # so that scores times their scale keep the order of the int8 scores
         shift = tl.zeros([DP], tl.float32)
         if HAS_LSE:
             shift = tl.load(SHIFT + (b * kv_heads + h // (heads // kv_heads)) * DP + cols) * sign
-        for block in tl.range(first, tl.minimum(first + STEPS, tl.cdiv(M, Q_ROWS)), num_stages=STAGES):
+        for block in tl.range(first, tl.minimum(first + steps, tl.cdiv(M, Q_ROWS)), num_stages=STAGES):
             row = block * Q_ROWS
             x = _rotated(Q, row, M, s_qm, rotation, Q_ROWS, D, DP, B, UPCAST) * sign
             if M > 0:

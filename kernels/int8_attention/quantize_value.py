@@ -1,6 +1,10 @@
 """Value to e4m3 for an fp8 P @ V: a scale per channel over the keys that count, transposed so that keys are contiguous.
 
 A masked key counts for nothing: its value changes no scale and becomes 0, whatever it held.
+
+e4m3 is a floating point format, so a scale needs to be near the channel's peak only: a sample of the keys tells it. The
+pass that rounds all of them finds where a value is more than 7 times as large, and that head is done again: else value
+is read once. Scales are powers of two: what a value is rounded to depends on no other value.
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ from .configs import Config, padded_head_dim
 from .launch import empty, launch
 from .limits import interpreting
 
-# Of bench/bench_hopper.py's sweep on an H200: 0.13 ms for the peaks of the H3 window and 0.19 ms for its rounding.
-_PEAK_ROWS, _ROWS = 32, 64  # keys of a step
+_ROWS = 64  # keys of a step
+_STEPS = 4  # steps of a program
 _WARPS = 4
-_PROGRAMS = 512  # that look for peaks: several on each SM of a large GPU
+_PARTS = 8  # programs of a head that look for its peaks, in a step of keys each
+_AGAIN = 16  # programs of a head that do it again where that is needed, and leave at once where not
+_ROOM = tl.constexpr(5)  # a sample's peak becomes 2^5 to 2^6, of 448: values 7 times as large are still right
 
 
 class QuantizedValue(NamedTuple):
@@ -46,66 +52,136 @@ def _e4m3(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    V, BIAS, start, end, bias_rows, s_n, s_bias,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, PERMUTED: tl.constexpr,
-):  # fmt: skip
-    """float32 [ROWS, DP] of V from `start` on, 0 where a key does not count."""
-    i = tl.arange(0, ROWS)
-    if PERMUTED:
-        i = (i & -16) + ((i >> 2) & 3) * 2 + (i & 1) + ((i >> 1) & 1) * 8
-    n = start + i
+def _values(V, BIAS, n, end, bias_rows, s_n, s_bias, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """float32 [rows, DP] of the keys n of V, 0 where a key does not count."""
     cols = tl.arange(0, DP)
     keep = _kept(BIAS, bias_rows, s_bias, n, end, HAS_BIAS)
     inside = keep[:, None] & (cols < D)[None, :]
     return tl.load(V + n[:, None].to(tl.int64) * s_n + cols[None, :], mask=inside, other=0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["N", "steps", "heads", "bias_rows"])
-def _value_peaks(
-    V, BIAS, PEAK, N, steps, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
+@triton.jit
+def _finite(x):
+    """|x|, and 0 for NaN and infinity, which count for no scale."""
+    x = tl.abs(x)
+    return tl.where(x < float("inf"), x, 0.0)
+
+
+@triton.jit
+def _or_nan(x):
+    """x, and NaN for infinity, which e4m3 has not."""
+    return x + x * 0.0
+
+
+@triton.jit
+def _scales(peak):
+    """Powers of two: a channel's scale and its inverse, 0 for one that is 0."""
+    some = peak > 1e-30
+    exponent = tl.where(some, (peak.to(tl.int32, bitcast=True) >> 23) - (127 + _ROOM), 0)
+    scale = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(some, scale, 0.0), tl.where(some, inverse, 0.0)
+
+
+@triton.jit
+def _sampled(PEAK, head, DP: tl.constexpr, PARTS: tl.constexpr):
+    parts = tl.arange(0, PARTS)[:, None]
+    return tl.max(tl.load(PEAK + (head * PARTS + parts) * DP + tl.arange(0, DP)[None, :]), 0)
+
+
+@triton.jit
+def _step(
+    V, BIAS, step, N, bias_rows, s_n, s_bias,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, PERMUTED: tl.constexpr,
+):  # fmt: skip
+    """_values() of a step, in the order of QuantizedValue."""
+    i = tl.arange(0, ROWS)
+    if PERMUTED:
+        i = (i & -16) + ((i >> 2) & 3) * 2 + (i & 1) + ((i >> 1) & 1) * 8
+    return _values(V, BIAS, step * ROWS + i, N, bias_rows, s_n, s_bias, D, DP, HAS_BIAS)
+
+
+@triton.jit
+def _write(x, inverse, Y, NP, step, DP: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+    y = _e4m3(x * inverse[None, :], INTERPRETED)
+    place = step * ROWS + tl.arange(0, DP)[:, None].to(tl.int64) * NP
+    tl.store(Y + place + tl.arange(0, ROWS)[None, :], tl.trans(y))
+
+
+@triton.jit(do_not_specialize=["N", "steps", "stride", "heads", "bias_rows"])
+def _sample_peaks(
+    V, BIAS, PEAK, OVER, N, steps, stride, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """PEAK[B * Hkv, parts, DP]: the largest |V| of a channel in every parts-th step of keys."""
+    """PEAK[B * Hkv, parts, DP]: the largest |V| of a channel in part of every stride-th key.  OVER[B * Hkv, DP] = 0."""
     part = tl.program_id(0)
     head = tl.program_id(1)
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     V += b * s_b + h * s_h
     BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * (steps * ROWS)
-    peak = tl.zeros([ROWS, DP], tl.float32)
-    for step in range(part, steps, tl.num_programs(0)):
-        x = _tile(V, BIAS, step * ROWS, N, bias_rows, s_n, s_bias_h * (steps * ROWS), D, DP, ROWS, HAS_BIAS, False)
-        x = tl.abs(x)
-        peak = tl.maximum(peak, tl.where(x < float("inf"), x, 0.0))  # NaN and infinity count for no scale
-    tl.store(PEAK + (head * tl.num_programs(0) + part) * DP + tl.arange(0, DP), tl.max(peak, 0))
+    n = (part * ROWS + tl.arange(0, ROWS)) * stride
+    x = _values(V, BIAS, n, N, bias_rows, s_n, s_bias_h * (steps * ROWS), D, DP, HAS_BIAS)
+    cols = tl.arange(0, DP)
+    tl.store(PEAK + (head * tl.num_programs(0) + part) * DP + cols, tl.max(_finite(x), 0))
+    if part == 0:
+        tl.store(OVER + head * DP + cols, tl.zeros([DP], tl.int32))
 
 
 @triton.jit(do_not_specialize=["N", "steps", "heads", "bias_rows"])
 def _quantize_value(
-    V, BIAS, Y, SCALE, PEAK, N, steps, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
+    V, BIAS, Y, PEAK, OVER, N, steps, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PERMUTED: tl.constexpr, INTERPRETED: tl.constexpr,
+    PERMUTED: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """One program a step of keys of one head."""
-    # Backwards: what _value_peaks has read last is the likeliest to be in the cache.
-    step = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.num_programs(1) - 1 - tl.program_id(1)
+    """One program STEPS steps of keys of one head.  OVER: bits of the largest |V| that is out of e4m3's range."""
+    first = tl.program_id(0) * STEPS
+    head = tl.program_id(1)
     NP = steps * ROWS
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     V += b * s_b + h * s_h
     BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
-    x = _tile(V, BIAS, step * ROWS, N, bias_rows, s_n, s_bias_h * NP, D, DP, ROWS, HAS_BIAS, PERMUTED)
+    Y += head.to(tl.int64) * DP * NP
+    scale, inverse = _scales(_sampled(PEAK, head, DP, PARTS))
+    OWN: tl.constexpr = max(1024 // DP, 1)  # rows so far apart are a thread's own: 16 bytes each, 128 threads
+    largest = tl.zeros([OWN, DP], tl.float32)
+    for step in range(first, tl.minimum(first + STEPS, steps)):
+        x = _step(V, BIAS, step, N, bias_rows, s_n, s_bias_h * NP, D, DP, ROWS, HAS_BIAS, PERMUTED)
+        x = _or_nan(x)
+        _write(x, inverse, Y, NP, step, DP, ROWS, INTERPRETED)
+        # A GPU's maximum is the other number where one is NaN.
+        size = _finite(x) if INTERPRETED else tl.abs(x)
+        largest = tl.maximum(largest, tl.max(size.reshape([ROWS // OWN, OWN, DP]), 0))
+    peak = tl.max(largest, 0)
+    over = peak > tl.maximum(scale * 448.0, 1e-30)
+    tl.atomic_max(OVER + head * DP + tl.arange(0, DP), peak.to(tl.int32, bitcast=True), mask=over, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["N", "steps", "heads", "bias_rows"])
+def _finish_value(
+    V, BIAS, Y, SCALE, PEAK, OVER, N, steps, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PERMUTED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The scales; and heads again of which a channel was over what its sample had told."""
+    part = tl.program_id(0)
+    head = tl.program_id(1)
     cols = tl.arange(0, DP)
-    peak = tl.max(tl.load(PEAK + (head * PARTS + tl.arange(0, PARTS)[:, None]) * DP + cols[None, :]), 0)
-    some = peak > 1e-30
-    inverse = tl.where(some, 448.0 / tl.where(some, peak, 1.0), 0.0)
-    if step == 0:
-        tl.store(SCALE + head * DP + cols, peak / 448.0)
-    y = _e4m3(x * inverse[None, :] + x * 0.0, INTERPRETED)  # infinity becomes NaN, which e4m3 has
-    Y += head.to(tl.int64) * DP * NP + step * ROWS
-    tl.store(Y + cols[:, None].to(tl.int64) * NP + tl.arange(0, ROWS)[None, :], tl.trans(y))
+    over = tl.load(OVER + head * DP + cols).to(tl.float32, bitcast=True)
+    scale, inverse = _scales(tl.maximum(_sampled(PEAK, head, DP, PARTS), over))
+    if part == 0:
+        tl.store(SCALE + head * DP + cols, scale)
+    if tl.max(over, 0) > 0:
+        NP = steps * ROWS
+        b = (head // heads).to(tl.int64)
+        h = (head % heads).to(tl.int64)
+        V += b * s_b + h * s_h
+        BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
+        Y += head.to(tl.int64) * DP * NP
+        for step in range(part, steps, tl.num_programs(0)):
+            x = _step(V, BIAS, step, N, bias_rows, s_n, s_bias_h * NP, D, DP, ROWS, HAS_BIAS, PERMUTED)
+            _write(_or_nan(x), inverse, Y, NP, step, DP, ROWS, INTERPRETED)
 
 
 def quantize_value(value: torch.Tensor, bias: torch.Tensor | None, config: Config) -> QuantizedValue:
@@ -116,22 +192,29 @@ def quantize_value(value: torch.Tensor, bias: torch.Tensor | None, config: Confi
     batch, heads, kv_len, head_dim = value.shape
     padded = padded_head_dim(head_dim)
     padded_len = triton.cdiv(kv_len, config.block_n) * config.block_n
-    rows, peak_rows = min(_ROWS, config.block_n), min(_PEAK_ROWS, config.block_n)
-    parts = triton.next_power_of_2(min(64, padded_len // peak_rows, _PROGRAMS // (batch * heads) + 1))
-    quantized = empty((batch, heads, padded, padded_len), torch.float8_e4m3fn, value.device)
-    scale = empty((batch, heads, padded), torch.float32, value.device)
-    peak = empty((batch * heads, parts, padded), torch.float32, value.device)
+    rows = min(_ROWS, config.block_n)
+    steps = padded_len // rows
+    parts = min(_PARTS, triton.next_power_of_2(steps))
+    device = value.device
+    quantized = empty((batch, heads, padded, padded_len), torch.float8_e4m3fn, device)
+    scale = empty((batch, heads, padded), torch.float32, device)
+    peak = empty((batch * heads, parts, padded), torch.float32, device)
+    over = empty((batch * heads, padded), torch.int32, device)
     mask = bias if bias is not None else scale
     sizes = (heads, heads_of(bias, heads), *value.stride()[:3], *(row_strides(bias) if bias is not None else (0, 0)))
-    shared = {"D": head_dim, "DP": padded, "HAS_BIAS": bias is not None, "num_warps": _WARPS}
+    shared = {"D": head_dim, "DP": padded, "ROWS": rows, "HAS_BIAS": bias is not None, "num_warps": _WARPS}
+    rounding = shared | {"PARTS": parts, "PERMUTED": config.gluon, "INTERPRETED": interpreting()}
+    stride = triton.cdiv(kv_len, parts * rows)
     launch(
-        _value_peaks, (parts, batch * heads),
-        value, mask, peak, kv_len, padded_len // peak_rows, *sizes, ROWS=peak_rows, **shared,
+        _sample_peaks, (parts, batch * heads), value, mask, peak, over, kv_len, steps, stride, *sizes, **shared
     )  # fmt: skip
     launch(
-        _quantize_value, (padded_len // rows, batch * heads),
-        value, mask, quantized, scale, peak, kv_len, padded_len // rows, *sizes,
-        ROWS=rows, PARTS=parts, PERMUTED=config.gluon, INTERPRETED=interpreting(), **shared,
+        _quantize_value, (triton.cdiv(steps, _STEPS), batch * heads),
+        value, mask, quantized, peak, over, kv_len, steps, *sizes, STEPS=_STEPS, **rounding,
+    )  # fmt: skip
+    launch(
+        _finish_value, (min(_AGAIN, steps), batch * heads),
+        value, mask, quantized, scale, peak, over, kv_len, steps, *sizes, **rounding,
     )  # fmt: skip
     return QuantizedValue(quantized, scale)
 

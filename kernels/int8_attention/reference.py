@@ -62,17 +62,18 @@ def int8_attention_reference(
     if pv == "fp8":
         value, v_scale = _to_e4m3(value.float(), kept)
         v_scale = v_scale.repeat_interleave(group, 1)
-    out, lse = _online_softmax(scores, value.repeat_interleave(group, 1), block_n, peak=8 if pv == "fp8" else 0)
+    out, lse = _online_softmax(scores, value.repeat_interleave(group, 1), block_n, fp8=pv == "fp8")
     term = (q * shift.repeat_interleave(group, 1)).sum(-1) * softmax_scale
     lse = lse + torch.where(absorbed[:, :, None], 0.0, term) + anchor[:, :, None]
     return (out * v_scale).to(query.dtype), lse
 
 
 def _to_e4m3(value: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values with a scale for each channel, over the kept keys; others are 0."""
+    """Values with a power of two for each channel as scale, over the kept keys; others are 0."""
     value = torch.where(kept[..., None], value, 0.0)
     peak = value.abs().amax(2, keepdim=True)
-    return (value * (448 / peak).nan_to_num(0, 0, 0)).to(torch.float8_e4m3fn), peak / 448
+    scale = torch.where(peak > 0, torch.exp2(peak.log2().floor() - 5), 1.0)
+    return (value / scale).to(torch.float8_e4m3fn), scale
 
 
 def _bias(attn_mask: torch.Tensor | None, query: torch.Tensor, kv_len: int) -> tuple[torch.Tensor, ...]:
@@ -113,17 +114,18 @@ def _shift(k: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def _online_softmax(
-    scores: torch.Tensor, value: torch.Tensor, block_n: int, peak: int
+    scores: torch.Tensor, value: torch.Tensor, block_n: int, fp8: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over blocks of keys; P is rounded to the value's dtype under the running maximum, as in the kernel.
 
-    peak: log2 of the largest P.
+    fp8: the maximum is rounded up to a whole number, as log2, and P is at most 2^8 under it.
     """
     top = torch.full(scores.shape[:-1], -1e30, device=scores.device)
     total = torch.zeros_like(top)
     out = torch.zeros(*scores.shape[:-1], value.shape[-1], device=scores.device)
     for s, v in zip(scores.split(block_n, -1), value.split(block_n, 2), strict=True):
-        new_top = torch.fmax(top, s.nan_to_num(nan=-math.inf).amax(-1) - peak)
+        peak = s.nan_to_num(nan=-math.inf).amax(-1)
+        new_top = torch.fmax(top, (peak - 8).ceil() if fp8 else peak)
         p = torch.exp2(s - new_top[..., None])
         decay = torch.exp2(top - new_top)
         total = total * decay + p.sum(-1)
