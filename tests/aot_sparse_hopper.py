@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from sdpa_router.kernels.int8_attention.configs import padded_head_dim
 from sdpa_router.kernels.int8_attention.hopper import _shared
 from sdpa_router.kernels.sparse_attention import hopper
-from sdpa_router.kernels.sparse_attention.configs import HOPPER
+from sdpa_router.kernels.sparse_attention.configs import BROUGHT_MASKS, HOPPER
 
 POINTERS = "Q_SCALE K_NORM ANCHOR LSE_TERM LSE OFFSETS FLOOR".split()
 # Each head_dim, dtype and flag at least once: a compilation takes up to twenty seconds.
@@ -29,6 +29,7 @@ VARIANTS = (
     (128, "bf16", ("HAS_BIAS", "HAS_LSE")),
     (128, "fp16", ("HAS_BIAS", "HAS_TABLE", "HAS_LSE")),
     (96, "bf16", ("HAS_MASK", "HAS_FLOOR")),
+    (128, "bf16", ("HAS_MASK", "HAS_FLOOR", "WORDS")),
 )
 
 
@@ -37,16 +38,19 @@ def variants() -> Iterator[tuple[str, dict, dict]]:
         padded = padded_head_dim(head_dim)
         blocks = {"q_desc": ("i8", [1, 64, padded]), "k_desc": ("i8", [1, 64, padded])}
         blocks |= {"v_desc": (dtype, [1, 1, 64, 64]), "scale_desc": ("fp32", [32]), "bias_desc": ("fp32", [64])}
+        kind = "none" if "HAS_MASK" not in flags else "bool" if "WORDS" in flags else dtype
+        blocks["mask_desc"] = (dtype, [1, 1, 64, 64]) if kind in BROUGHT_MASKS else ("fp32", [64])
         bits = {"i8": 8, "fp32": 32, dtype: 16}
         types = {n: f"tensordesc<{t}{b},{_shared(b, bits[t])!r}>" for n, (t, b) in blocks.items()}
-        types |= dict.fromkeys(POINTERS, "*fp32") | {"OUT": f"*{dtype}", "MASK": "*i32", "limit": "fp32"}
+        types |= dict.fromkeys(POINTERS, "*fp32") | {"OUT": f"*{dtype}", "limit": "fp32"}
+        types["MASK"] = "*i16" if "WORDS" in flags else "*fp32"
         types |= dict.fromkeys("TILES COUNTS BIAS_ROWS BLOCKS".split(), "*i32")
         types |= integers(
             "M N k_tiles heads group width step_b step_h table_rows anchors s_ob s_oh s_om s_lb s_lh s_lm"
         )
         types |= integers("s_bias_b s_bias_h s_mb s_mh s_mq")
         chosen = {flag.lower(): flag in flags for flag in ("HAS_BIAS", "HAS_TABLE", "HAS_FLOOR", "HAS_LSE")}
-        traits = hopper.traits(HOPPER, head_dim, dtype if "HAS_MASK" in flags else "none", **chosen)
+        traits = hopper.traits(HOPPER, head_dim, kind, **chosen)
         yield " ".join((f"D{head_dim}", dtype, *flags)), types, {"T": traits}
 
 

@@ -1,9 +1,10 @@
-"""Parts of the sparse Hopper kernel: the softmax of a step, and the words of a dense mask that it reads."""
+"""Parts of the sparse Hopper kernel: the softmax of a step, and the dense mask that it reads."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.constexpr_function
@@ -75,12 +76,33 @@ def _add_mask(x, words, tile, tile2, N, T: gl.constexpr, EXACT: gl.constexpr):
 
 
 @gluon.jit
+def _add_brought(x, mask, tile, tile2, N, S: gl.constexpr, T: gl.constexpr, EXACT: gl.constexpr):
+    """_add_mask() of a tile [BM, BN] that TMA brought; its memory is free again as soon as it was read."""
+    E: gl.constexpr = x.type.layout
+    memory, full, empty, phase = mask
+    mbarrier.wait(full, phase)
+    y = gl.convert_layout(memory.load(S).to(gl.float32).reshape([T.BM, 2, T.BN // 16, 4, 2]), E)
+    if EXACT and T.KIND != "fp16":
+        # As list_kernels._in_log2().
+        x += y * 0.75 + gl.minimum(gl.maximum(y * 0.6926950408889634, -6.926950408889634e37), 6.926950408889634e37)
+    else:
+        x += y * 1.4426950408889634
+    mbarrier.arrive(empty, count=1)
+    if gl.maximum(tile, tile2) * 64 + 64 > N:
+        # After the sum: the branch would hold all of the mask as floats otherwise.
+        column = gl.arange(0, T.BN, layout=gl.SliceLayout(0, S))
+        inside = gl.expand_dims(gl.where(column < 64, tile * 64, tile2 * 64 - 64) + column < N, 0)
+        x = gl.where(gl.convert_layout(inside.reshape([1, 2, T.BN // 16, 4, 2]), E), x, float("-inf"))
+    return x
+
+
+@gluon.jit
 def _softmax(
-    s, q_scale, k_scale, bias, entry, words, N, total, top, T: gl.constexpr, READS: gl.constexpr, ONLINE: gl.constexpr
+    s, q_scale, k_scale, bias, entry, mask, N, total, top, T: gl.constexpr, READS: gl.constexpr, ONLINE: gl.constexpr
 ):
     """One step of the softmax in log2 units: weights [BM, BN], row sums by thread [BM, 4], row maximum, decay.
 
-    READS: whether this step has a bias by key, or a mask to read.
+    READS: whether this step has a bias by key, or a mask to read: as words, or as what _add_brought() takes.
     """
     offset, offset2, tile, tile2 = entry
     IS_MIXED: gl.constexpr = READS and T.HAS_MASK
@@ -101,7 +123,10 @@ def _softmax(
     add = gl.expand_dims(gl.expand_dims(gl.where(half == 0, offset, offset2), 0), 2)
     x += gl.convert_layout(gl.expand_dims(gl.expand_dims(add, 2), 4), E)
     if IS_MIXED:
-        x = _add_mask(x, words, tile, tile2, N, T, ONLINE)
+        if T.BROUGHT:
+            x = _add_brought(x, mask, tile, tile2, N, S, T, ONLINE)
+        else:
+            x = _add_mask(x, mask, tile, tile2, N, T, ONLINE)
     if READS and T.HAS_BIAS:
         columns = gl.expand_dims(bias.load(gl.SliceLayout(0, S)), 0)
         x += gl.convert_layout(columns.reshape([1, 2, T.BN // 16, 4, 2]), E)
