@@ -2,7 +2,7 @@
 
 The schedule is that of int8_attention/hopper.py. What differs is the ring: a slot brings two key tiles, joined into one
 128-key operand, because a product with 64 keys is bound by shared memory. First come the slots of tiles that both query
-tiles see, read by both warpgroups; then slots of tiles that one of them sees, in turns (see lists.py). The mixed tiles of a
+tiles see, read by both warpgroups; then slots of tiles that one of them sees, in turns (see lists.py). Mixed tiles of a
 16-bit dense mask come by TMA, too: a step's at a time for each warpgroup, where its query lay before.
 """
 
