@@ -18,13 +18,14 @@ from ..int8_attention.bias import row_strides
 from ..int8_attention.configs import Config, padded_head_dim
 from ..int8_attention.hopper import BOUND, _describe
 from ..int8_attention.hopper_parts import _accumulator, _bound, _scores, _write
-from ..int8_attention.hopper_ring import _barriers, _buffer
+from ..int8_attention.hopper_ring import _barriers
 from ..int8_attention.launch import launch
 from ..int8_attention.quantize import Quantized
 from .configs import BROUGHT_MASKS, WORDS
 from .forward import mask_strides, own_rows
+from .hopper_memory import _memory, _query_memory
 from .hopper_parts import _read_mask, _softmax
-from .hopper_ring import Traits, _await, _entry_of, _in_ring, _producer, _release, _slot_of, _viewed, _wide
+from .hopper_ring import Traits, _await, _entry_of, _in_ring, _producer, _release, _slot_of
 from .lists import TILE, Lists
 
 _COLUMNS = 64  # of the values: what a TMA load brings of each row, 128 bytes
@@ -199,58 +200,6 @@ def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
             )  # fmt: skip
 
 
-@gluon.jit
-def _memory(q_desc, k_desc, v_desc, scale_desc, bias_desc, T: gl.constexpr):
-    """Shared memory as TMA fills it, by key tile, and for keys, values, scales and bias as a step reads it, by slot."""
-    STAGES: gl.constexpr = T.STAGES
-    BN: gl.constexpr = T.BN
-    D: gl.constexpr = T.D
-    FLOATS: gl.constexpr = scale_desc.layout
-    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    k_s = _buffer(k_desc, 2 * STAGES)
-    v_s = _buffer(v_desc, 2 * STAGES * (D // 64))
-    scale_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 32], FLOATS)
-    scales = _viewed(scale_s, [STAGES, 2, 32], ROWS)
-    bias_s = scale_s
-    bias = scales
-    if T.HAS_BIAS:
-        bias_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], FLOATS)
-        bias = _viewed(bias_s, [STAGES, BN], FLOATS)
-    keys = _viewed(k_s, [STAGES, BN, D], _wide(D, 8))
-    values = _viewed(v_s, [STAGES, BN, D], _wide(D, 16))
-    return k_s, v_s, scale_s, bias_s, (keys, values, scales, bias)
-
-
-@gluon.jit
-def _query_memory(q_desc, mask_desc, T: gl.constexpr):
-    """Shared memory of either warpgroup's query and, where TMA brings masks, of a step's mask, which follows there.
-
-    The query goes to registers first thing: four slots of the ring leave no room for both. Returns the query by
-    warpgroup, and the mask by key tile, by warpgroup, and its barriers.
-    """
-    BM: gl.constexpr = T.BM
-    BN: gl.constexpr = T.BN
-    D: gl.constexpr = T.D
-    HELD: gl.constexpr = q_desc.layout
-    TWO: gl.constexpr = 4 * BN // D  # queries that fill the memory of two masks
-    if T.BROUGHT:
-        boxes = _buffer(mask_desc, 4)
-        tiles = _viewed(boxes, [2, BM, BN], _wide(BN, 16))
-        queries = _viewed(boxes, [TWO, 1, BM, D], HELD, gl.int8)
-        mask_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        mask_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(2):
-            mbarrier.init(mask_full.index(i), count=1)
-            mbarrier.init(mask_empty.index(i), count=1)
-        q_s = (queries.index(0), queries.index(TWO // 2))
-        brought = (boxes, tiles, mask_full, mask_empty)
-    else:
-        queries = _buffer(q_desc, 2)
-        q_s = (queries.index(0), queries.index(1))
-        brought = (0, 0, 0, 0)
-    return q_s, brought
-
-
 @gluon.jit(
     do_not_specialize=[
         "M", "N", "k_tiles", "heads", "group", "width", "step_b", "step_h", "table_rows", "anchors", "s_mb", "s_mh",
@@ -337,7 +286,8 @@ def attention(
     scale = quantized.key_scale.view(-1)
     kind = _KINDS[None if mask is None else mask.dtype]
     # Where TMA brings tiles, a step along an axis is one of the descriptor's, and there are no words.
-    boxes, words, steps = scale, None, (0, 0, 0)
+    boxes, words = scale, None
+    steps: tuple[int, ...] = (0, 0, 0)
     if mask is not None and kind in BROUGHT_MASKS:
         boxes = own_rows(mask)
         steps = (*(int(n > 1) for n in boxes.shape[:2]), 0)

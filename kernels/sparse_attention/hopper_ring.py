@@ -10,8 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..int8_attention.hopper_ring import _load
 
-_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # in Triton 3.9
-
 
 class Traits(NamedTuple):
     """What the kernel is compiled for.
@@ -35,23 +33,6 @@ class Traits(NamedTuple):
     HAS_LSE: bool
     KIND: str
     BROUGHT: bool
-
-
-@gluon.constexpr_function
-def _wide(columns, bits):
-    """Layout in shared memory of a slot's [128, columns]: what loads of [64, 128 bytes] side by side leave there."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns * bits // 8), element_bitwidth=bits, rank=2)
-
-
-@gluon.jit
-def _viewed(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr = None):
-    """The same shared memory in another shape, layout and, if given, dtype."""
-    HELD: gl.constexpr = memory.dtype if DTYPE is None else DTYPE
-    if _RENAMED:
-        view = memory.reinterpret(HELD, SHAPE, LAYOUT)
-    else:
-        view = memory._reinterpret(HELD, SHAPE, LAYOUT)
-    return view
 
 
 @gluon.jit
