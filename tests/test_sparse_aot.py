@@ -35,7 +35,7 @@ def test_every_variant_compiles_within_the_chip(chip):
 
 
 # Instructions a step of two key tiles: what Triton 3.6 and 3.9 give, + 5 %; where there are two kinds of them, both.
-ISSUE_SLOTS = {"": 450, "HAS_TABLE": 1100, "HAS_BIAS": 565, "HAS_MASK": 1200, "WORDS": 1320}
+ISSUE_SLOTS = {"": 450, "HAS_TABLE": 930, "HAS_BIAS": 545, "HAS_MASK": 1200, "WORDS": 1470}
 
 
 def test_the_hopper_kernel_keeps_its_schedule():

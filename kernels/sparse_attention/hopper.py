@@ -17,14 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..int8_attention.bias import row_strides
 from ..int8_attention.configs import Config, padded_head_dim
 from ..int8_attention.hopper import BOUND, _describe
-from ..int8_attention.hopper_parts import _accumulator, _bound, _scores, _write
+from ..int8_attention.hopper_parts import _AS_FLOAT_BITS, _accumulator, _bound, _scores, _write
 from ..int8_attention.hopper_ring import _barriers
 from ..int8_attention.launch import launch
 from ..int8_attention.quantize import Quantized
 from .configs import BROUGHT_MASKS, WORDS
 from .forward import mask_strides, own_rows
 from .hopper_memory import _memory, _query_memory
-from .hopper_parts import _read_mask, _softmax
+from .hopper_parts import _read_mask, _softmax, _started_as_float
 from .hopper_ring import Traits, _await, _entry_of, _in_ring, _producer, _release, _slot_of
 from .lists import TILE, Lists
 
@@ -58,7 +58,8 @@ def _step(
     if READS and T.HAS_MASK:
         mask = _mask_of(reads, rows, entry, mask_phase, T)
     _await(full, empty, slot, phase, t - shared >= both)
-    s = _scores(q, k_s.index(slot), _accumulator(T.BN, 8), T.BM, T.BN, T.D)
+    ADDED: gl.constexpr = _AS_FLOAT_BITS if _started_as_float(T, READS, ONLINE) else 0
+    s = _scores(q, k_s.index(slot), _accumulator(T.BN, 8), T.BM, T.BN, T.D, ADDED)
     acc = warpgroup_mma(weights, v_s.index(slot), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p, total, top, decay = _softmax(
@@ -98,7 +99,8 @@ def _attend(
     if T.HAS_MASK:
         mask = _mask_of(reads, rows, entry, 0, T)
     mbarrier.wait(full.index(slot), 0)
-    s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(slot), S, T.BM, T.BN, T.D)])
+    ADDED: gl.constexpr = _AS_FLOAT_BITS if _started_as_float(T, True, ONLINE) else 0
+    s = warpgroup_mma_wait(0, deps=[_scores(q, k_s.index(slot), S, T.BM, T.BN, T.D, ADDED)])
     p, total, top, _decay = _softmax(
         s, q_scale, scale_s.index(slot), bias_s.index(slot), entry, mask, N, total, top, T, True, ONLINE
     )
@@ -265,6 +267,7 @@ def traits(
         BM=TILE, BN=2 * TILE, D=padded_head_dim(head_dim), HEAD_DIM=head_dim, STAGES=config.num_stages,
         HAS_BIAS=has_bias, HAS_TABLE=has_table, HAS_MASK=has_mask, OFFSETS=has_mask or (has_bias and not has_table),
         HAS_FLOOR=has_floor, HAS_LSE=has_lse, KIND=kind, BROUGHT=kind in BROUGHT_MASKS,
+        AS_FLOAT=bool(config.as_float),
     )  # fmt: skip
 
 

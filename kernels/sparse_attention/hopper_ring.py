@@ -18,6 +18,7 @@ class Traits(NamedTuple):
     the output.  STAGES: slots of the ring, a power of two.  HAS_TABLE: the bias has rows of its own, which steps at the
     beginning need.  OFFSETS: whether each half of a step has a number that is added.  KIND: dtype of a dense mask, or
     "none".  BROUGHT: whether TMA brings its tiles; a step reads them from global memory else.
+    AS_FLOAT: as int8_attention.hopper_ring.Traits has it.
     """
 
     BM: int
@@ -33,6 +34,7 @@ class Traits(NamedTuple):
     HAS_LSE: bool
     KIND: str
     BROUGHT: bool
+    AS_FLOAT: bool
 
 
 @gluon.jit
