@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from sdpa_router.kernels.int8_attention.configs import padded_head_dim
 from sdpa_router.kernels.int8_attention.hopper import _shared
 from sdpa_router.kernels.sparse_attention import hopper
-from sdpa_router.kernels.sparse_attention.configs import BROUGHT_MASKS, HOPPER
+from sdpa_router.kernels.sparse_attention.configs import HOPPER
 
 POINTERS = "Q_SCALE K_NORM ANCHOR LSE_TERM LSE OFFSETS FLOOR".split()
 # Each head_dim, dtype and flag at least once: a compilation takes up to twenty seconds.
@@ -33,13 +33,16 @@ VARIANTS = (
 )
 
 
+hopper.BROUGHT_MASKS = ("fp16", "bf16")  # which is compiled whether or not the table has it
+
+
 def variants() -> Iterator[tuple[str, dict, dict]]:
     for head_dim, dtype, flags in VARIANTS:
         padded = padded_head_dim(head_dim)
         blocks = {"q_desc": ("i8", [1, 64, padded]), "k_desc": ("i8", [1, 64, padded])}
         blocks |= {"v_desc": (dtype, [1, 1, 64, 64]), "scale_desc": ("fp32", [32]), "bias_desc": ("fp32", [64])}
         kind = "none" if "HAS_MASK" not in flags else "bool" if "WORDS" in flags else dtype
-        blocks["mask_desc"] = (dtype, [1, 1, 64, 64]) if kind in BROUGHT_MASKS else ("fp32", [64])
+        blocks["mask_desc"] = (dtype, [1, 1, 64, 64]) if kind in hopper.BROUGHT_MASKS else ("fp32", [64])
         bits = {"i8": 8, "fp32": 32, dtype: 16}
         types = {n: f"tensordesc<{t}{b},{_shared(b, bits[t])!r}>" for n, (t, b) in blocks.items()}
         types |= dict.fromkeys(POINTERS, "*fp32") | {"OUT": f"*{dtype}", "limit": "fp32"}

@@ -24,7 +24,7 @@ from ..int8_attention.quantize import Quantized
 from .configs import BROUGHT_MASKS, WORDS
 from .forward import mask_strides, own_rows
 from .hopper_memory import _memory, _query_memory
-from .hopper_parts import _read_mask, _softmax, _started_as_float
+from .hopper_parts import _give_back, _read_mask, _softmax, _started_as_float
 from .hopper_ring import Traits, _await, _entry_of, _in_ring, _producer, _release, _slot_of
 from .lists import TILE, Lists
 
@@ -178,7 +178,7 @@ def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
     mask = (0, 0, 0)
     if T.BROUGHT:
         mask = (brought[0].index(GROUP), brought[1].index(GROUP), brought[2].index(GROUP))
-        mbarrier.arrive(mask[2], count=1)  # the query was read, and so its memory is free for a mask
+        _give_back(mask[2])  # the query was read, and so its memory is free for a mask
     counts = (steps, shared, both, alone, biased)
     reads = (LSE, MASK, M, N, s_mq, mask)
     if slots == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..int8_attention.hopper_parts import _AS_FLOAT
 
@@ -78,6 +78,13 @@ def _add_mask(x, words, tile, tile2, N, T: gl.constexpr, EXACT: gl.constexpr):
 
 
 @gluon.jit
+def _give_back(empty):
+    """Let TMA overwrite what this warpgroup has read: without the fence it may come before reads that are under way."""
+    fence_async_shared()
+    mbarrier.arrive(empty, count=1)
+
+
+@gluon.jit
 def _add_brought(x, mask, tile, tile2, N, S: gl.constexpr, T: gl.constexpr, EXACT: gl.constexpr):
     """_add_mask() of a tile [BM, BN] that TMA brought; its memory is free again as soon as it was read."""
     E: gl.constexpr = x.type.layout
@@ -89,7 +96,7 @@ def _add_brought(x, mask, tile, tile2, N, S: gl.constexpr, T: gl.constexpr, EXAC
         x += y * 0.75 + gl.minimum(gl.maximum(y * 0.6926950408889634, -6.926950408889634e37), 6.926950408889634e37)
     else:
         x += y * 1.4426950408889634
-    mbarrier.arrive(empty, count=1)
+    _give_back(empty)
     if gl.maximum(tile, tile2) * 64 + 64 > N:
         # After the sum: the branch would hold all of the mask as floats otherwise.
         column = gl.arange(0, T.BN, layout=gl.SliceLayout(0, S))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..int8_attention.hopper_ring import _load
 
@@ -84,6 +84,7 @@ def _readers(OFFSETS, position, shared, both, longer, width, T: gl.constexpr):
 def _bring_mask(mask_desc, whose, row, keys, keys2, mask_s, full, empty, phase, T: gl.constexpr, GROUP: gl.constexpr):
     """Load a step's tiles of the mask for a warpgroup once it has read the last ones; the phase of the next wait."""
     mbarrier.wait(empty.index(GROUP), phase)
+    fence_async_shared()
     mbarrier.expect(full.index(GROUP), 2 * mask_desc.block_type.nbytes)
     row += GROUP * T.BM
     _load(mask_desc, [whose[0], whose[1], row, keys * 64], full.index(GROUP), mask_s.index(2 * GROUP))
