@@ -29,8 +29,6 @@ def worth_a_look(decision: Decision, call: Call) -> bool:
     """Whether only the mask's row for each query speaks against the int8 route, and skipping tiles could pay for it."""
     if len(decision.reasons) != 1 or decision.reasons[0].code is not Code.FULL_MASK:
         return False
-    if call.query.device.type == "cuda":
-        return False  # until what reads mixed tiles by words has answered right on a GPU; on request it is there
     batch, heads, q_len, head_dim = call.query.shape
     tiles = batch * heads * -(-q_len // _TILE) * -(-call.key.shape[2] // _TILE)
     cost = _cost(call)

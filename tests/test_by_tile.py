@@ -14,7 +14,6 @@ from sdpa_router.kernels.sparse_attention.limits import TileCost
 from sdpa_router.testing import gaussian, relative_error, sdpa_oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="by_tile.worth_a_look() sends nothing there on a GPU")
 CHEAP = TileCost(kept=1.0, read=1.5, torch=2.0, fixed_ms=0.0)  # skipping half of the tiles pays whatever the size
 
 
