@@ -1,7 +1,9 @@
 """Time sparse attention beside its rivals: tile masks, banded windows, dense masks; checked first, then interleaved.
 
 Each measurement is one line in results/sparse.jsonl. `density` is the part of the tiles that are visited (of a dense
-mask: that are not masked), `ratio` the time over that of the row named in `against`. timing.py says what is counted.
+mask: that are not masked), `ratio` the time over that of the row named in `against`, `on_top` the memory that a call
+takes besides its answer, over that of query, key, value and answer. timing.py says what is counted. Rivals on the same
+inputs have the same number of repeats: one that has more would be timed without the other's heat at the end.
 
     python bench/bench_sparse.py --parts tiles,banded,dense
     TRITON_INTERPRET=1 python bench/bench_sparse.py --small
@@ -70,6 +72,10 @@ def check(group: Group, rival: Rival) -> float:
     return relative_error(out[:, heads][:, :, rows], exact)
 
 
+def repeats(number: int) -> Effort:
+    return Effort(min_repeats=number, max_repeats=number)
+
+
 def tile_groups(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
     """Random masks of 64x64 tiles beside our dense kernel; of 128x128 tiles beside FlexAttention."""
     heads, length = (2, 256) if options.small else (24, 32768)
@@ -91,7 +97,7 @@ def tile_groups(options: argparse.Namespace, device: torch.device, dtype: torch.
                   expanded),
         ]  # fmt: skip
         facts = {"density": density, "tile": 64}
-        yield Group("tiles-64", inputs, rivals, facts, "dense int8", Effort(options.ms, 5, 9))
+        yield Group("tiles-64", inputs, rivals, facts, "dense int8", repeats(options.repeats))
         if options.flex and density in (0.1, 0.25, 0.5, 1.0):
             yield flex_group(options, inputs, density)
 
@@ -114,7 +120,7 @@ def flex_group(options: argparse.Namespace, inputs: tuple[torch.Tensor, ...], de
         Rival("flex", lambda: compiled(query, key, value, block_mask=made), "torch", expanded),
         Rival("int8", lambda: sdpa_router.block_sparse_attention(query, key, value, made), "int8", expanded),
     ]
-    return Group("tiles-128", inputs, rivals, {"density": density, "tile": 128}, "flex", Effort(options.ms, 5, 9))
+    return Group("tiles-128", inputs, rivals, {"density": density, "tile": 128}, "flex", repeats(options.repeats))
 
 
 def banded_groups(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
@@ -153,19 +159,24 @@ def banded_groups(options: argparse.Namespace, device: torch.device, dtype: torc
         Rival("torch, window by window", lambda: one_by_one(by_torch), "torch", expanded),
     ]
     facts = {"windows": len(windows), "rows": total}
-    yield Group("banded", inputs, rivals, facts, "torch, window by window", Effort(options.ms, 3, 3), memory=True)
+    effort = repeats(min(3, options.repeats))
+    yield Group("banded", inputs, rivals, facts, "torch, window by window", effort, memory=True)
 
 
-def extra_mb(rival: Rival, device: torch.device) -> float | None:
-    """Megabytes that a call allocates at its peak, its output included."""
+def memory_facts(group: Group, rival: Rival, device: torch.device) -> dict[str, float | None]:
+    """Megabytes that a call allocates at its peak; and those besides its answer, over all of query to answer."""
     if device.type != "cuda":
-        return None
+        return {"memory_mb": None, "on_top": None}
+    query, key, value = group.inputs
     rival.call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    rival.call()
-    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+    answer = rival.call()
+    peak = torch.cuda.max_memory_allocated() - before
+    besides = peak - (torch.cuda.memory_allocated() - before)  # an answer that was there before counts nowhere
+    del answer
+    return {"memory_mb": round(peak / 2**20, 1), "on_top": besides / (2 * query.nbytes + key.nbytes + value.nbytes)}
 
 
 def dense_groups(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
@@ -201,7 +212,7 @@ def dense_groups(options: argparse.Namespace, device: torch.device, dtype: torch
             Rival("summary", summarise),
         ]
         facts = {"density": round(1 - counts.skipped / counts.total, 3), "tiles": str(counts)}
-        yield Group(f"dense-{name}", inputs, rivals, facts, "torch", Effort(options.ms, 5, 9))
+        yield Group(f"dense-{name}", inputs, rivals, facts, "torch", repeats(options.repeats))
 
 
 PARTS = {"tiles": tile_groups, "banded": banded_groups, "dense": dense_groups}
@@ -217,12 +228,13 @@ def run_group(group: Group, invocation: Invocation, check_only: bool) -> list[tu
             print(f"{group.name} {group.facts}: {rival.name} errs by {error:.4f}: not timed", flush=True)
             del errors[rival.name]
     if check_only:
-        return [(group.name, group.facts.get("density", ""), n, "-", "-", e or "") for n, e in errors.items()]
+        return [(group.name, group.facts.get("density", ""), n, "-", "-", e or "", "") for n, e in errors.items()]
     runs = {rival.name: Run(rival.call) for rival in group.rivals if rival.name in errors}
     timed = interleaved(runs, invocation.device, group.effort)
     base = timed.get(group.against)
     # The time is of whole calls; so is the memory that they take at their peak.
-    memory = {r.name: extra_mb(r, invocation.device) for r in group.rivals if r.name in timed and group.memory}
+    measured = [r for r in group.rivals if isinstance(timed.get(r.name), Timing) and group.memory]
+    memory = {rival.name: memory_facts(group, rival, invocation.device) for rival in measured}
     rows: list[tuple[object, ...]] = []
     for name, timing in timed.items():
         if not isinstance(timing, Timing):
@@ -231,13 +243,13 @@ def run_group(group: Group, invocation: Invocation, check_only: bool) -> list[tu
         ratio = timing.ms / base.ms if isinstance(base, Timing) else None
         shape = [*group.inputs[0].shape[:3], group.inputs[1].shape[2], group.inputs[0].shape[3]]
         line = {"case": group.name, "shape": shape, "impl": name, **group.facts, "ms": timing.ms}
-        line |= {"memory_mb": memory[name]} if group.memory else {}
-        line |= {"spread": timing.spread, "against": group.against, "ratio": ratio, "error": errors[name]}
+        line |= memory.get(name, {}) | {"host_us": round(timing.host_us, 1), "spread": timing.spread}
+        line |= {"against": group.against, "ratio": ratio, "error": errors[name]}
         invocation.write(line)
         error = errors[name]
         rows.append((
             group.name, group.facts.get("density", ""), name, f"{timing.ms:.3f}", f"{ratio:.3f}" if ratio else "-",
-            f"{error:.4f}" if error is not None else "",
+            f"{error:.4f}" if error is not None else "", f"{line['on_top']:.1%}" if line.get("on_top") else "",
         ))  # fmt: skip
     return rows
 
@@ -248,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
     parser.add_argument("--small", action="store_true", help="a tiny size, for the CPU and Triton's interpreter")
     parser.add_argument("--no-flex", dest="flex", action="store_false", help="leave FlexAttention out")
-    parser.add_argument("--ms", type=float, default=100.0, help="milliseconds that are spent on a row")
+    parser.add_argument("--repeats", type=int, default=9, help="of each row; 3 of the banded ones")
     parser.add_argument("--check-only", action="store_true", help="check, and so compile, but time nothing")
     parser.add_argument("--commit", default=None, help="recorded where this is no git checkout")
     parser.add_argument("--out", type=Path, default=RESULTS / "sparse.jsonl")
@@ -264,9 +276,8 @@ def main(arguments: list[str] | None = None) -> int:
         for part in options.parts.split(","):
             for group in PARTS[part](options, device, torch.bfloat16 if device.type == "cuda" else torch.float16):
                 rows += run_group(group, invocation, options.check_only)
-                print(
-                    table(("case", "density", "impl", "ms", "ratio", "error"), rows[-len(group.rivals) :]), flush=True
-                )
+                columns = ("case", "density", "impl", "ms", "ratio", "error", "on top")
+                print(table(columns, rows[-len(group.rivals) :]), flush=True)
                 print(f"{time.monotonic() - began:.1f} s", flush=True)
     return 0
 

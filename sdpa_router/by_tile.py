@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from .decision import Code, Decision, Reason, Route, TileCounts
-from .kernels.sparse_attention.limits import ELSEWHERE, H200, TileCost, estimate_ms, torch_ms
+from .kernels.sparse_attention.limits import ELSEWHERE, H200, H200_WORDS, TileCost, estimate_ms, torch_ms
 
 if TYPE_CHECKING:
     from .decide import Call
 
 PATIENCE = 8  # masks of one kind of call that are summarised without meeting one of them again
 _TILE = 64
+_BROUGHT = (torch.float16, torch.bfloat16)  # masks whose tiles TMA brings there
 _PAYS = 0.95  # of torch's estimated time
 
 
@@ -28,8 +29,6 @@ def worth_a_look(decision: Decision, call: Call) -> bool:
     """Whether only the mask's row for each query speaks against the int8 route, and skipping tiles could pay for it."""
     if len(decision.reasons) != 1 or decision.reasons[0].code is not Code.FULL_MASK:
         return False
-    if call.query.device.type == "cuda":
-        return False  # until what reads mixed tiles by words has answered right on a GPU; on request it is there
     batch, heads, q_len, head_dim = call.query.shape
     tiles = batch * heads * -(-q_len // _TILE) * -(-call.key.shape[2] // _TILE)
     cost = _cost(call)
@@ -69,7 +68,9 @@ def refine(decision: Decision, call: Call, counts: TileCounts) -> Decision:
 
 def _cost(call: Call) -> TileCost:
     device = call.query.device
-    return H200 if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) else ELSEWHERE
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return ELSEWHERE
+    return H200 if call.attn_mask is not None and call.attn_mask.dtype in _BROUGHT else H200_WORDS
 
 
 def _capturing(mask: torch.Tensor) -> bool:

@@ -11,8 +11,10 @@ from .decide import Call, decide_kernel, kernel_against
 from .decision import Code, Decision, MaskKind, Reason, Route, UnsupportedError
 from .mask import classify_mask, key_view
 from .mask_summary import full_view, summary_of
+from .recent import answered_before, remember_answered
 
 TREAT_AS = ("full", "key")
+_FULL = "full mask"  # in recent.py, instead of a mode of int8_attention(), which takes no such mask
 
 
 @overload
@@ -67,15 +69,12 @@ def dense_mask_attention(
     if treat_as not in TREAT_AS:
         raise ValueError(f"treat_as is {treat_as!r}; accepted: {' or '.join(TREAT_AS)}")
     call = Call(query, key, value, attn_mask, 0.0, False, scale, True)
-    reasons = [reason for reason in kernel_against(call, "auto", "auto") if reason.code is not Code.FULL_MASK]
-    if reasons:
-        raise UnsupportedError(Decision(Route.SDPA, decide_kernel(call, "auto", "auto").mask, tuple(reasons)))
-    batch, heads, q_len, _ = query.shape
-    info = classify_mask(attn_mask, batch, heads, q_len, key.shape[2])
-    if info.kind is MaskKind.NONE:
-        reason = Reason(Code.INVALID_MASK, None, (batch, heads, q_len, key.shape[2]))
-        raise UnsupportedError(Decision(Route.SDPA, info, (reason,)))
-    if info.kind is MaskKind.PER_KEY:
+    kind = MaskKind.FULL
+    if not answered_before(call, _FULL, "auto"):
+        kind = _kind_of(call)
+        if kind is MaskKind.FULL:
+            remember_answered(call, _FULL, "auto")
+    if kind is MaskKind.PER_KEY:
         answer = run.int8(query, key, value, attn_mask, False, scale, "auto", "auto", return_lse=return_lse)
     elif treat_as == "key":
         answer = _by_key(query, key, value, full_view(attn_mask, key.shape[2]), scale, return_lse)
@@ -85,6 +84,19 @@ def dense_mask_attention(
         summary = torch.compiler.disable(summary_of)(mask) if torch.compiler.is_dynamo_compiling() else summary_of(mask)
         answer = run.by_tile(query, key, value, mask, summary, scale, return_lse)
     return answer if return_lse else answer[0]
+
+
+def _kind_of(call: Call) -> MaskKind:
+    """How the mask of a call varies; raises UnsupportedError for what speaks against the kernel, a full mask aside."""
+    reasons = [reason for reason in kernel_against(call, "auto", "auto") if reason.code is not Code.FULL_MASK]
+    if reasons:
+        raise UnsupportedError(Decision(Route.SDPA, decide_kernel(call, "auto", "auto").mask, tuple(reasons)))
+    batch, heads, q_len, _ = call.query.shape
+    info = classify_mask(call.attn_mask, batch, heads, q_len, call.key.shape[2])
+    if info.kind is MaskKind.NONE:
+        reason = Reason(Code.INVALID_MASK, None, (batch, heads, q_len, call.key.shape[2]))
+        raise UnsupportedError(Decision(Route.SDPA, info, (reason,)))
+    return info.kind
 
 
 def _by_key(

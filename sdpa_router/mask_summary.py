@@ -53,7 +53,7 @@ _lock = threading.Lock()
 
 def full_view(mask: torch.Tensor, kv_len: int) -> torch.Tensor:
     """View a mask of rank 2 to 4 as [1 or B, 1 or H, Q, K]; one number for all keys of a row gets stride 0."""
-    view = mask[(None,) * (4 - mask.dim())]
+    view = mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
     return view if view.shape[3] == kv_len else view.expand(-1, -1, -1, kv_len)
 
 
@@ -66,7 +66,8 @@ def stream_of(device: torch.device) -> int | None:
         return 0
     if torch.cuda.is_current_stream_capturing():
         return None
-    return torch.cuda.current_stream(device).cuda_stream
+    # As Triton asks: torch.cuda.current_stream() makes an object, which takes as long as a launch.
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def _identity(mask: torch.Tensor) -> Hashable | None:
@@ -76,7 +77,7 @@ def _identity(mask: torch.Tensor) -> Hashable | None:
         return None  # tensors of inference mode count no versions
     storage: Any = mask.untyped_storage()
     return (
-        storage._cdata, mask.storage_offset(), tuple(mask.shape), mask.stride(), mask.dtype, mask._version, stream,
+        storage._cdata, mask.storage_offset(), mask.shape, mask.stride(), mask.dtype, mask._version, stream,
     )  # fmt: skip
 
 

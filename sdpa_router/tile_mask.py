@@ -34,12 +34,15 @@ def tile_mask(
             f"block_mask is {type(block_mask).__name__}; accepted: a bool tensor [.., nq, nk], a pair (indices, "
             "counts) of integer tensors, or a BlockMask of torch.nn.attention.flex_attention"
         )
-    tiles = tiles[(None,) * (4 - tiles.dim())]
+    if tiles.dim() < 4:
+        tiles = tiles[(None,) * (4 - tiles.dim())]
     if tiles.shape[0] not in (1, batch) or tiles.shape[1] not in (1, heads):
         raise ValueError(
             f"block_mask has {list(tiles.shape[:2])} for batch and heads; accepted: 1 or {batch}, and 1 or {heads}"
         )
-    tiles = tiles[:, :, : -(-q_len // TILE), : -(-kv_len // TILE)]
+    nq, nk = -(-q_len // TILE), -(-kv_len // TILE)
+    if tiles.shape[2:] != (nq, nk):
+        tiles = tiles[:, :, :nq, :nk]
     return tiles if tiles.device == device else tiles.to(device)
 
 

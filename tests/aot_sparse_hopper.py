@@ -29,7 +29,11 @@ VARIANTS = (
     (128, "bf16", ("HAS_BIAS", "HAS_LSE")),
     (128, "fp16", ("HAS_BIAS", "HAS_TABLE", "HAS_LSE")),
     (96, "bf16", ("HAS_MASK", "HAS_FLOOR")),
+    (128, "bf16", ("HAS_MASK", "HAS_FLOOR", "WORDS")),
 )
+
+
+hopper.BROUGHT_MASKS = ("fp16", "bf16")  # which is compiled whether or not the table has it
 
 
 def variants() -> Iterator[tuple[str, dict, dict]]:
@@ -37,16 +41,19 @@ def variants() -> Iterator[tuple[str, dict, dict]]:
         padded = padded_head_dim(head_dim)
         blocks = {"q_desc": ("i8", [1, 64, padded]), "k_desc": ("i8", [1, 64, padded])}
         blocks |= {"v_desc": (dtype, [1, 1, 64, 64]), "scale_desc": ("fp32", [32]), "bias_desc": ("fp32", [64])}
+        kind = "none" if "HAS_MASK" not in flags else "bool" if "WORDS" in flags else dtype
+        blocks["mask_desc"] = (dtype, [1, 1, 64, 64]) if kind in hopper.BROUGHT_MASKS else ("fp32", [64])
         bits = {"i8": 8, "fp32": 32, dtype: 16}
         types = {n: f"tensordesc<{t}{b},{_shared(b, bits[t])!r}>" for n, (t, b) in blocks.items()}
-        types |= dict.fromkeys(POINTERS, "*fp32") | {"OUT": f"*{dtype}", "MASK": "*i32", "limit": "fp32"}
+        types |= dict.fromkeys(POINTERS, "*fp32") | {"OUT": f"*{dtype}", "limit": "fp32"}
+        types["MASK"] = "*i16" if "WORDS" in flags else "*fp32"
         types |= dict.fromkeys("TILES COUNTS BIAS_ROWS BLOCKS".split(), "*i32")
         types |= integers(
             "M N k_tiles heads group width step_b step_h table_rows anchors s_ob s_oh s_om s_lb s_lh s_lm"
         )
         types |= integers("s_bias_b s_bias_h s_mb s_mh s_mq")
         chosen = {flag.lower(): flag in flags for flag in ("HAS_BIAS", "HAS_TABLE", "HAS_FLOOR", "HAS_LSE")}
-        traits = hopper.traits(HOPPER, head_dim, dtype if "HAS_MASK" in flags else "none", **chosen)
+        traits = hopper.traits(HOPPER, head_dim, kind, **chosen)
         yield " ".join((f"D{head_dim}", dtype, *flags)), types, {"T": traits}
 
 

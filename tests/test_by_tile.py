@@ -17,10 +17,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHEAP = TileCost(kept=1.0, read=1.5, torch=2.0, fixed_ms=0.0)  # skipping half of the tiles pays whatever the size
 
 
+def at_cost(monkeypatch, cost):
+    for name in ("H200", "H200_WORDS", "ELSEWHERE"):
+        monkeypatch.setattr(by_tile, name, cost)
+
+
 @pytest.fixture(autouse=True)
 def _cheap(monkeypatch):
-    monkeypatch.setattr(by_tile, "H200", CHEAP)
-    monkeypatch.setattr(by_tile, "ELSEWHERE", CHEAP)
+    at_cost(monkeypatch, CHEAP)
     mask_summary.forget()
     sdpa_router.reset_stats()
 
@@ -69,8 +73,7 @@ def test_a_banded_mask_is_answered_by_tile_and_looked_at_once(summaries):
 def test_a_mask_that_must_be_read_everywhere_goes_to_torch(summaries, monkeypatch):
     query, key, value = inputs()
     mask = read_everywhere()
-    monkeypatch.setattr(by_tile, "ELSEWHERE", CHEAP._replace(read=3.0))
-    monkeypatch.setattr(by_tile, "H200", CHEAP._replace(read=3.0))
+    at_cost(monkeypatch, CHEAP._replace(read=3.0))
     out = routed(query, key, value, mask)
     assert torch.equal(out, F.scaled_dot_product_attention(query, key, value, mask))
     assert len(summaries) == 1
@@ -128,9 +131,7 @@ def test_where_a_mask_is_not_looked_at(why, summaries, monkeypatch):
         with torch.inference_mode():
             mask = banded()
     elif why == "small":
-        dear = CHEAP._replace(fixed_ms=1.0)
-        monkeypatch.setattr(by_tile, "ELSEWHERE", dear)
-        monkeypatch.setattr(by_tile, "H200", dear)
+        at_cost(monkeypatch, CHEAP._replace(fixed_ms=1.0))
     if why == "compiled":
         compiled = torch.compile(sdpa_router.scaled_dot_product_attention, backend="eager", fullgraph=True)
         with torch.no_grad():
@@ -147,9 +148,7 @@ def test_a_first_warning_tells_what_the_tiles_decided(summaries, monkeypatch):
         warnings.simplefilter("always")
         routed(query, key, value, banded(), on_unsupported="warn")
     assert [str(warning.message) for warning in warned] == []
-    dear = CHEAP._replace(read=3.0)
-    monkeypatch.setattr(by_tile, "ELSEWHERE", dear)
-    monkeypatch.setattr(by_tile, "H200", dear)
+    at_cost(monkeypatch, CHEAP._replace(read=3.0))
     with pytest.warns(UserWarning, match="tiles: the mask has 12 tiles") as warned:
         routed(query, key, value, read_everywhere(), on_unsupported="warn")
     assert len(warned) == 1

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sdpa_router import UnsupportedError, dense_mask_attention, int8_attention
 from sdpa_router.decision import TileCounts
 from sdpa_router.kernels.sparse_attention.configs import in_words
+from sdpa_router.kernels.sparse_attention.forward import own_rows
 from sdpa_router.mask_summary import forget, recall, summarised
 from sdpa_router.testing import gaussian, lse_error, relative_error, sdpa_oracle
 
@@ -92,6 +93,63 @@ def test_masks_whose_rows_are_whole_words(dtype, q_len, kv_len):
         check(inputs, mask, dense_mask_attention(*inputs, mask, return_lse=True))
     assert not in_words(mask[..., 1:])
     assert not in_words(mask.transpose(2, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("density", [0.3, 1.0])
+def test_masks_that_one_or_both_query_tiles_read(dtype, density):
+    """Tiles of random numbers at random places, more than a ring of the Hopper kernel, and a last query tile alone."""
+    torch.manual_seed(1)
+    inputs = tuple(t.to(dtype) for t in gaussian(1, 4, 330, 1208, 128, kv_heads=2, device=DEVICE))
+    for rows in ((1, 1), (1, 4)):
+        kept = (torch.rand(*rows, 6, 19) < density).repeat_interleave(64, 2).repeat_interleave(64, 3)
+        mask = torch.where(kept[:, :, :330, :1208], 2 * torch.randn(*rows, 330, 1208), -math.inf).to(dtype).to(DEVICE)
+        assert in_words(mask)
+        check(inputs, mask, dense_mask_attention(*inputs, mask, return_lse=True))
+
+
+def test_biases_over_0_of_float16():
+    """Scores that they raise to where a weight without its row's maximum would leave float16."""
+    inputs = gaussian(1, 2, 190, 304, 64, device=DEVICE)
+    mask = (torch.rand(1, 1, 190, 304, device=DEVICE) * 20 - 10).half()
+    mask[:, :, 70] = 10.0
+    check(inputs, mask, dense_mask_attention(*inputs, mask, return_lse=True))
+    check(inputs, -mask, dense_mask_attention(*inputs, -mask, return_lse=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
+def test_what_tma_describes_of_a_mask(dtype):
+    mask = torch.zeros(2, 1, 40, 96, dtype=dtype)
+    for view, shape in ((mask, (2, 1, 40, 96)), (mask[:1].expand(2, 4, -1, -1), (1, 1, 40, 96))):
+        described = own_rows(view)
+        assert described.shape == shape
+        assert described.data_ptr() == view.data_ptr()
+        assert all(stride > 0 and stride * mask.element_size() % 16 == 0 for stride in described.stride()[:3])
+    one = own_rows(mask[:1, :, :1, :90])
+    assert one.stride()[3] == 1
+    assert all(stride > 0 and stride * mask.element_size() % 16 == 0 for stride in one.stride()[:3])
+
+
+@pytest.mark.gpu
+def test_a_captured_call_and_one_on_another_stream_see_what_the_mask_holds():
+    inputs = gaussian(1, 2, 130, 200, 64, device="cuda")
+    mask = torch.rand(130, 200, device="cuda") < 0.5
+    expected = [sdpa_oracle(*inputs, given)[0] for given in (mask, ~mask)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            beside = dense_mask_attention(*inputs, mask)
+    torch.cuda.current_stream().wait_stream(side)
+    assert relative_error(beside, expected[0]) < BUDGET
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dense_mask_attention(*inputs, mask)
+    for i in range(2):
+        graph.replay()
+        assert relative_error(out, expected[i]) < BUDGET
+        mask.logical_not_()
 
 
 def test_rows_of_the_lowest_number_are_the_mean_of_the_values():

@@ -35,7 +35,7 @@ def test_every_variant_compiles_within_the_chip(chip):
 
 
 # Instructions a step of two key tiles: what Triton 3.6 and 3.9 give, + 5 %; where there are two kinds of them, both.
-ISSUE_SLOTS = {"": 450, "HAS_TABLE": 1100, "HAS_BIAS": 565, "HAS_MASK": 1320}
+ISSUE_SLOTS = {"": 450, "HAS_TABLE": 930, "HAS_BIAS": 545, "HAS_MASK": 1200, "WORDS": 1470}
 
 
 def test_the_hopper_kernel_keeps_its_schedule():
@@ -43,10 +43,12 @@ def test_the_hopper_kernel_keeps_its_schedule():
     rows = rows_of("aot_sparse_hopper.py")
     assert len(rows) >= 4
     for row in rows:
-        kind = next((flag for flag in ("HAS_TABLE", "HAS_BIAS", "HAS_MASK") if flag in row["variant"]), "")
+        kind = next((flag for flag in ("WORDS", "HAS_TABLE", "HAS_BIAS", "HAS_MASK") if flag in row["variant"]), "")
         assert row["instructions"] == ["HGMMA", "IGMMA", "USETMAXREG", "UTMALDG"], row
         assert row["shared"] <= 232_448, row
-        if kind != "HAS_MASK":  # which holds a tile of the mask in registers
+        if kind == "HAS_MASK":  # a few registers, before the loop and where the row maximum is kept
+            assert row["spills"] <= 100 + 10 * SOME, row
+        elif kind != "WORDS":  # which holds a tile of the mask in registers
             assert row["spills"] <= SOME, row
         if kind in ("", "HAS_BIAS"):
             assert row["under_product"] >= 0.9, row

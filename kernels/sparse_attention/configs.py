@@ -15,7 +15,9 @@ _STAGES = 4
 HOPPER = Config(128, 64, 4, _STAGES, True, True)
 HOPPER_MAX_HEAD_DIM = 128
 
-# The Hopper kernel reads a dense mask in words of two keys.
+# Kinds of dense masks whose tiles TMA brings to shared memory, of "fp16" and "bf16"; others are read by words of two
+# keys. A float32 tile would take twice the memory that is left, and bool tiles are hardly ever mixed.
+BROUGHT_MASKS: tuple[str, ...] = ("fp16", "bf16")
 WORDS = {torch.bool: torch.int16, torch.float16: torch.int32, torch.bfloat16: torch.int32, torch.float32: torch.int64}
 
 # By padded head_dim, so that no variant spills (tests/test_sparse_aot.py); not timed.

@@ -193,3 +193,12 @@ def mask_strides(mask: torch.Tensor | None) -> tuple[int, int, int, int]:
         return 0, 0, 0, 0
     b, h, q, k = (s if n > 1 else 0 for s, n in zip(mask.stride(), mask.shape, strict=True))
     return b, h, q, k
+
+
+def own_rows(mask: torch.Tensor) -> torch.Tensor:
+    """The batches and heads of a mask that lie in memory of their own, strided so that TMA can describe it."""
+    shape = [n if stride else 1 for n, stride in zip(mask.shape[:2], mask.stride(), strict=False)]
+    row = mask.stride(2) if mask.shape[2] > 1 else -(-mask.shape[3] // 8) * 8
+    # Along an axis of size 1 any stride does that is whole 16 bytes and not 0.
+    strides = [stride if n > 1 else row for n, stride in zip(shape, mask.stride(), strict=False)]
+    return mask.as_strided((*shape, *mask.shape[2:]), (*strides, row, 1))
