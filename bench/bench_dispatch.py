@@ -36,6 +36,7 @@ from timing import Run, Stopwatch
 from torch import Tensor
 
 import sdpa_router
+from sdpa_router.kernels.int8_attention import op
 
 Attention = Callable[..., Any]
 
@@ -73,14 +74,13 @@ def stubbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stubbed_kernel() -> Iterator[None]:
-    """Put a stub in the place of the int8 operator: what is left is the decision and what surrounds the launch."""
-    namespace: Any = torch.ops.sdpa_router
-    original = namespace.int8_attention
-    namespace.int8_attention = lambda query, *rest: (query, query)
+    """Put a stub in the place of the int8 kernel: what is left is the decision and what surrounds the launch."""
+    original = op.attend
+    op.attend = lambda query, *rest: (query, query)  # type: ignore[assignment]
     try:
         yield
     finally:
-        namespace.int8_attention = original
+        op.attend = original
 
 
 @contextlib.contextmanager
