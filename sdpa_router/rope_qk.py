@@ -219,6 +219,8 @@ def _rows(
     if any(one is None for one in weights) and not all(one is None for one in weights):
         weights = tuple(parts[0].new_ones(size) if one is None else one for one in weights)
     weights = tuple(None if one is None else one.detach().contiguous() for one in weights)
+    if len({one.dtype for one in weights if one is not None}) > 1:
+        weights = tuple(None if one is None else one.float() for one in weights)
     second = parts[1] if len(parts) == 2 else None
     return Rows(parts[0], weights[0], *tables, second, weights[1] if second is not None else None)
 

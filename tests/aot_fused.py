@@ -56,6 +56,7 @@ def variants(arch: int | str) -> Iterator[Variant]:
             )
             constants = shared | flags | {
                 "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads,
+                "WARPS": tile.num_warps, "HELD": tile.held, "WORDS": True, "WEIGHT_WORDS": True,
                 "STAGES": tile.num_stages, "IS_KEY": is_key,
                 "SCALES": 4 if config.gluon and is_key else 1, "HAS_NORM": config.gluon and is_key,
                 "HAS_LSE": False, "EVEN": not flags["HAS_BIAS"],
@@ -76,7 +77,7 @@ def variants(arch: int | str) -> Iterator[Variant]:
             yield f"shift D{head_dim} {mode}", fused_kernels._rope_key_shift, types, constants, {"num_warps": 8}
         constants = {"D": head_dim, "DP": padded, "ROWS": fused._RMS_ROWS, "TOGETHER": fused._RMS_HEADS, "TWO": True}
         yield f"row rms D{head_dim}", fused_kernels._row_rms, types, constants, {"num_warps": 4}
-    constants = {"D": 128, "ROWS": 128, "HAS_LSE": True}
+    constants = {"D": 128, "ROWS": 128, "HAS_LSE": True, "BEFORE": True}
     yield "finish scales", fused_kernels._finish_scales, types, constants, {"num_warps": 4}
 
 

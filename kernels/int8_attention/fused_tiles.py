@@ -11,6 +11,7 @@ class Tile(NamedTuple):
     """Launch of the quantising kernel: rows and heads of a tile, heads of a program, warps, stages of its loop.
 
     max_registers: of a thread, where the compiler would take a few more than let another program run beside it.
+    held: whether angles and weights stay in registers from head to head.
     """
 
     rows: int
@@ -19,11 +20,12 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    held: bool = True
 
 
 # Queries: rows of a tile at head_dim 128, heads of a tile, heads of a program, warps, stages, registers. With 8 heads
 # of a row a thread has few angles to hold; 168 registers let three programs run on a Hopper SM. Not measured yet.
-_QUERIES = Tile(8, 8, 16, 4, 1, 168)
+_QUERIES = Tile(8, 8, 16, 4, 1)
 _QUERIES_ACROSS = _QUERIES._replace(heads=40)  # their weights differ by head, so a program has less to hold
 # Keys of one scale belong to one head, and a tile of theirs is the block of keys that the attention reads: fastest of
 # some twenty variants on an H200. Three stages, 8 to 14 % faster there, are more shared memory than most chips have.
