@@ -77,15 +77,16 @@ def quantize_qk(
     pv = "auto" if value is None else "fp8"
     call = Call(query, key, key if value is None else value, attn_mask, 0.0, False, scale, enable_gqa)
     require_kernel(call, pv, precision)
-    from .kernels.int8_attention.quantize import quantize_key, quantize_query
+    from .kernels.int8_attention.quantize import quantize_pair
     from .kernels.int8_attention.quantize_value import quantize_value
 
     softmax_scale = default_scale(query, scale)
     config = choose_config(query, pv, precision)
     mask = None if attn_mask is None else key_view(attn_mask)
     with torch.cuda.device_of(query):
-        keys = quantize_key(key, mask, config, group=query.shape[1] // key.shape[1], per_token=precision == "high")
-        queries = quantize_query(query, softmax_scale, config, shift=keys.shift if lse else None)
+        queries, keys = quantize_pair(
+            query, key, mask, softmax_scale, config, lse=lse, per_token=precision == "high"
+        )
         values = None if value is None else quantize_value(value, keys.bias, config)
     return QuantizedQK(
         queries.query,

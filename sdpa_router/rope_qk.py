@@ -17,6 +17,7 @@ from .quantized import (
     default_scale,
     heads_inside,
     native_layout,
+    quantize_qk,
     require_kernel,
     untraced,
     version_of,
@@ -70,7 +71,8 @@ def rms_rope_quantize(
     >>> quantized = rms_rope_quantize(q, k, norm_q.weight, norm_k.weight, cos, sin, interleaved=True, eps=1e-6)
     >>> out = int8_attention(quantized, value)
     """
-    queries, keys = _segments("query", query), _segments("key", key)
+    queries, query_weight = _there("query", query, query_weight)
+    keys, key_weight = _there("key", key, key_weight)
     if keys[0].shape[0] != queries[0].shape[0] or keys[0].shape[3] != queries[0].shape[3]:
         raise ValueError(
             f"key is {show(keys[0].shape)}; expected the batch and head_dim of query {show(queries[0].shape)}"
@@ -94,6 +96,10 @@ def rms_rope_quantize(
     if cos is not None and key_cos is None and whole[0].shape[2] != whole[1].shape[2]:
         raise ValueError(
             f"key_cos is None; expected cosines for {whole[1].shape[2]} keys, for cos is of {whole[0].shape[2]} queries"
+        )
+    if eps is None and cos is None and query_weight is None and key_weight is None and len(queries) == len(keys) == 1:
+        return quantize_qk(
+            queries[0], keys[0], attn_mask, scale, enable_gqa=enable_gqa, lse=lse, precision=precision
         )
     tables = {
         "cos": (cos, sin),
@@ -170,6 +176,16 @@ def _segments(name: str, given: Segments) -> tuple[torch.Tensor, ...]:
                 f"{first.shape[3]}] with a contiguous last axis on {first.device}"
             )
     return parts
+
+
+def _there(name: str, given: Segments, weight: Weight) -> tuple[tuple[torch.Tensor, ...], Weight]:
+    """The segments and their weights; of two of which one is empty, the other: one sequence, and one kernel for it."""
+    parts = _segments(name, given)
+    lengths = [part.shape[2] for part in parts]
+    if len(parts) == 2 and 0 in lengths and (not isinstance(weight, tuple) or len(weight) == 2):
+        used = 0 if lengths[0] else 1
+        return (parts[used],), weight[used] if isinstance(weight, tuple) else weight
+    return parts, weight
 
 
 def _whole(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:

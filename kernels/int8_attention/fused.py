@@ -15,7 +15,7 @@ import triton
 from .bias import LOG2E, prepare, row_strides
 from .configs import Config, padded_head_dim
 from .fused_kernels import _finish_scales, _rms_rope_quantize, _rope_key_shift, _row_rms
-from .fused_tiles import Tile, key_tile, query_tile
+from .fused_tiles import Tile, heads_of_program, key_tile, query_tile
 from .launch import empty, launch, replay
 from .limits import interpreting
 from .quantize import QuantizedKey, QuantizedQuery
@@ -136,6 +136,7 @@ def _launch_keys(
         K=key.x, K2=_second(key), HAS_BIAS=bias is not None, num_warps=8, **common,
     )  # fmt: skip
     tile = key_tile(padded, config)
+    tile = tile._replace(heads=heads_of_program(tile, batch * heads * blocks))
     norms = made.key_norm
     launch(
         _rms_rope_quantize, (triton.cdiv(heads, tile.heads) * blocks, batch),
@@ -191,6 +192,7 @@ def _launch_queries(
     squares = empty((batch, heads, length), torch.float32, x.device) if across else made.query_scale
     unused, term = made.query_scale, made.lse_term
     tile = query_tile(padded, config, across=across, lse=shift is not None)
+    tile = tile._replace(heads=heads_of_program(tile, batch * heads * triton.cdiv(length, tile.rows)))
     launch(
         _rms_rope_quantize, (triton.cdiv(heads, tile.heads) * triton.cdiv(length, tile.rows), batch),
         **_arguments(query, norm, None), X=x, X2=_second(query),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
+
 from .configs import Config
 
 
 class Tile(NamedTuple):
-    """Launch of the quantising kernel: rows and heads of a tile, heads of a program, warps, stages of its loop.
+    """Launch of the quantising kernel: rows and heads of a tile, heads of a program at most, warps, stages of its loop.
 
     max_registers: of a thread, where the compiler would take a few more than let another program run beside it.
-    held: whether angles and weights stay in registers from head to head.
+    held: whether angles and weights stay in registers from head to head.  beside: programs that an SM runs at once.
     """
 
     rows: int
@@ -21,16 +23,18 @@ class Tile(NamedTuple):
     num_stages: int
     max_registers: int | None = None
     held: bool = True
+    beside: int = 1
 
 
-# Queries: rows of a tile at head_dim 128, heads of a tile, heads of a program, warps, stages, registers. With 8 heads
-# of a row a thread has few angles to hold; 168 registers let three programs run on a Hopper SM. Not measured yet.
-_QUERIES = Tile(8, 8, 16, 4, 1)
-_QUERIES_ACROSS = _QUERIES._replace(heads=40)  # their weights differ by head, so a program has less to hold
-# Keys of one scale belong to one head, and a tile of theirs is the block of keys that the attention reads: fastest of
-# some twenty variants on an H200. Three stages, 8 to 14 % faster there, are more shared memory than most chips have.
-_KEYS, _HOPPER_STAGES = Tile(128, 1, 4, 8, 1), 3
+# Rows of a tile at head_dim 128. Eight rows make all of a thread's queries heads of one row, with the same angles. Not
+# measured yet.
+_QUERIES = Tile(8, 8, 16, 4, 1, 128, held=False, beside=4)
+_QUERIES_ACROSS = Tile(8, 8, 16, 4, 1, 168, beside=3)  # their weights differ by head, so a program has less to hold
+# Keys of one scale belong to one head, and a tile of theirs is the block of keys that the attention reads. Not measured
+# yet.
+_KEYS, _HOPPER_STAGES = Tile(128, 1, 16, 8, 1), 2
 _PORTABLE = 2  # as many more warps: elsewhere, with products by mma.sync, 64 channels a thread don't fit its registers
+_SMS = 132  # of a large GPU
 
 
 def query_tile(padded: int, config: Config, *, across: bool, lse: bool) -> Tile:
@@ -50,4 +54,18 @@ def key_tile(padded: int, config: Config) -> Tile:
         stages = min(2, config.num_stages)  # more than one where there is shared memory for it
     elements = config.block_n * padded * (1 if config.gluon else _PORTABLE)
     num_warps = max(1, min(_KEYS.num_warps, _KEYS.num_warps * elements // (_KEYS.rows * 128)))
-    return _KEYS._replace(rows=config.block_n, num_warps=num_warps, num_stages=stages)
+    return _KEYS._replace(
+        rows=config.block_n,
+        num_warps=num_warps,
+        num_stages=stages,
+        max_registers=_KEYS.max_registers if config.gluon and padded == 128 else None,
+    )
+
+
+def heads_of_program(tile: Tile, tiles: int) -> int:
+    """Heads of a program of `tiles` [rows of one head]: so many that all programs run at once, but never too many.
+
+    What a program needs for all of its heads, it needs once; a second round of programs would leave most SMs idle.
+    """
+    wanted = triton.next_power_of_2(triton.cdiv(tiles, _SMS * tile.beside))
+    return max(tile.together, min(tile.heads, wanted))
