@@ -74,6 +74,8 @@ def variants(arch: int | str) -> Iterator[Variant]:
             )
         for mode, flags in modes(head_dim):
             constants = shared | flags | {"ROWS": fused.sample_rows(padded)}
+            if flags["ACROSS"]:
+                del constants["RSTD"]
             yield f"shift D{head_dim} {mode}", fused_kernels._rope_key_shift, types, constants, {"num_warps": 8}
         constants = {"D": head_dim, "DP": padded, "ROWS": fused._RMS_ROWS, "TOGETHER": fused._RMS_HEADS, "TWO": True}
         yield f"row rms D{head_dim}", fused_kernels._row_rms, types, constants, {"num_warps": 4}

@@ -96,10 +96,13 @@ def _high(word):
 def _rows_of(X, X2, row, split, s_h, s_l, s_h2, s_l2, TWO: tl.constexpr):
     """Pointers to rows of the first head, and the step to the next head; rows from `split` on are in X2."""
     row = row.to(tl.int64)
+    start = X + row * s_l
+    step = row * 0 + s_h
     if TWO:
         front = row < split
-        return tl.where(front, X + row * s_l, X2 + (row - split) * s_l2), tl.where(front, s_h, s_h2).to(tl.int64)
-    return X + row * s_l, tl.full([], 1, tl.int64) * s_h
+        start = tl.where(front, start, X2 + (row - split) * s_l2)
+        step = tl.where(front, step, row * 0 + s_h2)
+    return start, step
 
 
 @triton.jit

@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     beside: int = 1
 
 
-# Rows of a tile at head_dim 128. Eight rows make all of a thread's queries heads of one row, with the same angles. Not
+# Rows of a tile up to head_dim 128. Eight rows make all of a thread's queries heads of one row, with the same angles. Not
 # measured yet.
 _QUERIES = Tile(8, 8, 16, 4, 1, 128, held=False, beside=4)
 _QUERIES_ACROSS = Tile(8, 8, 16, 4, 1, 168, beside=3)  # their weights differ by head, so a program has less to hold
@@ -41,7 +41,7 @@ def query_tile(padded: int, config: Config, *, across: bool, lse: bool) -> Tile:
     """The launch for queries of this padded head_dim; across: under a norm across heads."""
     tile = _QUERIES_ACROSS if across else _QUERIES
     return tile._replace(
-        rows=max(1, tile.rows * 128 // padded),
+        rows=min(tile.rows, tile.rows * 128 // padded),
         num_warps=tile.num_warps * (1 if config.gluon else _PORTABLE),
         max_registers=tile.max_registers if config.gluon and not lse else None,
     )
