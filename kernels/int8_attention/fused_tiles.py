@@ -43,7 +43,7 @@ def query_tile(padded: int, config: Config, *, across: bool, lse: bool) -> Tile:
     return tile._replace(
         rows=min(tile.rows, tile.rows * 128 // padded),
         num_warps=tile.num_warps * (1 if config.gluon else _PORTABLE),
-        max_registers=tile.max_registers if config.gluon and not lse else None,
+        max_registers=tile.max_registers if config.gluon and not lse and padded <= 128 else None,
     )
 
 
