@@ -304,7 +304,9 @@ def _moved(counted: dict[str, int]) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="all", help=f"of {', '.join(CASES)}; all: all but smoke")
-    parser.add_argument("--tiles", default="default", help=f"of {'; '.join(TILES)}, with semicolons between; all: all of them")
+    parser.add_argument(
+        "--tiles", default="default", help=f"of {'; '.join(TILES)}, with semicolons between; all: all of them"
+    )
     parser.add_argument("--check-only", action="store_true", help="check, and so compile, but time nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "quantise.jsonl")
     parser.add_argument("--commit", default=None)

@@ -84,9 +84,7 @@ def quantize_qk(
     config = choose_config(query, pv, precision)
     mask = None if attn_mask is None else key_view(attn_mask)
     with torch.cuda.device_of(query):
-        queries, keys = quantize_pair(
-            query, key, mask, softmax_scale, config, lse=lse, per_token=precision == "high"
-        )
+        queries, keys = quantize_pair(query, key, mask, softmax_scale, config, lse=lse, per_token=precision == "high")
         values = None if value is None else quantize_value(value, keys.bias, config)
     return QuantizedQK(
         queries.query,

@@ -98,9 +98,7 @@ def rms_rope_quantize(
             f"key_cos is None; expected cosines for {whole[1].shape[2]} keys, for cos is of {whole[0].shape[2]} queries"
         )
     if eps is None and cos is None and query_weight is None and key_weight is None and len(queries) == len(keys) == 1:
-        return quantize_qk(
-            queries[0], keys[0], attn_mask, scale, enable_gqa=enable_gqa, lse=lse, precision=precision
-        )
+        return quantize_qk(queries[0], keys[0], attn_mask, scale, enable_gqa=enable_gqa, lse=lse, precision=precision)
     tables = {
         "cos": (cos, sin),
         "key_cos": (cos, sin) if key_cos is None else (key_cos, key_sin),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import aot_compile
 from aot_compile import HEAD_DIMS, facts, integers, target_of
 
-from sdpa_router.kernels.int8_attention import fused, fused_kernels, fused_tiles
+from sdpa_router.kernels.int8_attention import fused, fused_kernels, fused_norm, fused_tiles
 from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for, padded_head_dim
 
 aot_compile.STRIDES += "s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
@@ -78,9 +78,9 @@ def variants(arch: int | str) -> Iterator[Variant]:
                 del constants["RSTD"]
             yield f"shift D{head_dim} {mode}", fused_kernels._rope_key_shift, types, constants, {"num_warps": 8}
         constants = {"D": head_dim, "DP": padded, "ROWS": fused._RMS_ROWS, "TOGETHER": fused._RMS_HEADS, "TWO": True}
-        yield f"row rms D{head_dim}", fused_kernels._row_rms, types, constants, {"num_warps": 4}
+        yield f"row rms D{head_dim}", fused_norm._row_rms, types, constants, {"num_warps": 4}
     constants = {"D": 128, "ROWS": 128, "HAS_LSE": True, "BEFORE": True}
-    yield "finish scales", fused_kernels._finish_scales, types, constants, {"num_warps": 4}
+    yield "finish scales", fused_norm._finish_scales, types, constants, {"num_warps": 4}
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ import triton
 
 from .bias import LOG2E, prepare, row_strides
 from .configs import Config, padded_head_dim
-from .fused_kernels import _finish_scales, _rms_rope_quantize, _rope_key_shift, _row_rms
+from .fused_kernels import _rms_rope_quantize, _rope_key_shift
+from .fused_norm import _finish_scales, _row_rms
 from .fused_tiles import Tile, heads_of_program, key_tile, query_tile
 from .launch import empty, launch, replay
 from .limits import interpreting

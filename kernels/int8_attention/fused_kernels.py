@@ -1,4 +1,4 @@
-"""The kernels of fused.py: shift of the keys, quantisation of either side, norm across heads."""
+"""The kernels of fused.py: shift of the keys, and quantisation of either side."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import triton
 import triton.language as tl
 
 from .bias import _kept
+from .fused_norm import _inverse_rms
 from .fused_parts import (
     _angles,
     _as_rows,
-    _as_written,
+    _dealt,
+    _load_channels,
     _load_pairs,
     _numbers,
-    _peaks,
     _row_numbers,
     _rows_of,
     _squares,
     _summed,
     _turned,
     _weights,
-    _write_keys,
-    _write_queries,
 )
+from .fused_stores import _as_written, _peaks, _write_keys, _write_queries
 from .quantize_kernels import _finite, _hadamard, _rotate
 
 
@@ -62,8 +62,9 @@ def _rope_key_shift(
     while (count == 0) & (start < N):
         keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, N, HAS_BIAS)
         row = tl.minimum(rows, N - 1)
-        source, step = _rows_of(K, K2, row, split, s_h, s_l, s_h2, s_l2, TWO)
-        x, y = _load_pairs(source + h * step, keep, D, HALF, R, HALVES, False)
+        place = _dealt(row)
+        source, step = _rows_of(K, K2, place, split, s_h, s_l, s_h2, s_l2, TWO)
+        x, y = _load_pairs(source + h * step, _dealt(keep), D, HALF, R, HALVES, False)
         rstd = keep.to(tl.float32)
         if NORM:
             if ACROSS:
@@ -71,11 +72,11 @@ def _rope_key_shift(
             else:
                 rstd *= tl.math.rsqrt(_squares(x, y) * (1.0 / D) + eps)
         if HAS_WEIGHT:
-            wa, wb = _weights(W, W2, of, row, split, D, HALF, R, HALVES, ACROSS, TWO, False)
+            wa, wb = _weights(W, W2, _dealt(of), place, split, D, HALF, R, HALVES, ACROSS, TWO, False)
             x *= wa
             y *= wb
         if R > 0:
-            cos, sin = _angles(COS, SIN, of, row, s_ch, s_cl, s_cj, HALF, R)
+            cos, sin = _angles(COS, SIN, _dealt(of), place, s_ch, s_cl, s_cj, HALF, R)
             x, y = _turned(x, y, (cos, sin, sin, cos))
         count = tl.sum(keep.to(tl.float32).reshape([ROWS]), 0)
         first = tl.sum(_finite(x * rstd), 1).permute(1, 2, 0, 3).reshape([HALF])
@@ -88,23 +89,16 @@ def _rope_key_shift(
     tl.store(SHIFT + head * DP + HALF + j, second * scale)
 
 
-@triton.jit
-def _inverse_rms(squares, eps, D: tl.constexpr, ACROSS: tl.constexpr):
-    """1 / rms of a head. Under a norm across heads, where it goes out again, a head of zeros leaves it finite."""
-    rstd = tl.math.rsqrt(squares * (1.0 / D) + eps)
-    return tl.minimum(rstd, 1e15) if ACROSS else rstd
-
-
 @triton.jit(do_not_specialize=["L", "split", "heads", "bias_rows", "group"])
 def _rms_rope_quantize(
     X, X2, W, W2, COS, SIN, RSTD, SHIFT, ROTATION, BIAS, Y, SCALE, NORMS, LSE_TERM, SQUARES,
     eps, factor, lse_factor, L, split, heads, group, bias_rows,
     s_b, s_h, s_l, s_b2, s_h2, s_l2, s_cb, s_ch, s_cl, s_cj, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
-    HEADS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr,
-    WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    TWO: tl.constexpr, PER_HEAD: tl.constexpr, IS_KEY: tl.constexpr, HAS_BIAS: tl.constexpr, SCALES: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
+    HEADS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, WORDS: tl.constexpr,
+    WEIGHT_WORDS: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr, PER_HEAD: tl.constexpr, IS_KEY: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SCALES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program ROWS rows of HEADS heads, TOGETHER at a time (keys: one), which share angles and the rotation.
 
@@ -135,14 +129,15 @@ def _rms_rope_quantize(
     of = m // ROWS
     at_row = block * ROWS + (_row_numbers(W_ROWS, 1) if SHARED else m) % ROWS
     row = tl.minimum(at_row, L - 1)
-    source, step = _rows_of(X, X2, row, split, s_h, s_l, s_h2, s_l2, TWO)
+    place = _dealt(row)
+    source, step = _rows_of(X, X2, place, split, s_h, s_l, s_h2, s_l2, TWO)
     cos, sin, wa, wb = 1.0, 0.0, 1.0, 1.0
     HELD_TURN: tl.constexpr = R > 0 and HELD and not PER_HEAD
     HELD_WEIGHT: tl.constexpr = HAS_WEIGHT and HELD and not ACROSS
     if HELD_TURN:
-        cos, sin = _angles(COS, SIN, row * 0, row, s_ch, s_cl, s_cj, HALF, R)
+        cos, sin = _angles(COS, SIN, place * 0, place, s_ch, s_cl, s_cj, HALF, R)
     if HELD_WEIGHT:
-        wa, wb = _weights(W, W2, row * 0, row, split, D, HALF, R, HALVES, False, TWO, WEIGHT_WORDS)
+        wa, wb = _weights(W, W2, place * 0, place, split, D, HALF, R, HALVES, False, TWO, WEIGHT_WORDS)
     # A thread that holds several heads of a row keeps their turn with the weights in it: two factors fewer a pair.
     FOLDED: tl.constexpr = HELD_TURN and HELD_WEIGHT and SHARED
     turn = (cos * wa, sin * wb, sin * wa, cos * wb) if FOLDED else (cos, sin, sin, cos)
@@ -154,7 +149,7 @@ def _rms_rope_quantize(
         h = first + of
         if TOGETHER > 1:
             h = tl.minimum(h, heads - 1)
-        x, y = _load_pairs(source + h * step, None, D, HALF, R, HALVES, WORDS)
+        x, y = _load_pairs(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS)
         squares = 0.0
         rstd = 1.0
         if NORM:
@@ -166,19 +161,19 @@ def _rms_rope_quantize(
         if HAS_WEIGHT and not FOLDED:
             va, vb = wa, wb
             if not HELD_WEIGHT:
-                va, vb = _weights(W, W2, h, row, split, D, HALF, R, HALVES, ACROSS, TWO, WEIGHT_WORDS)
+                va, vb = _weights(W, W2, _dealt(h), place, split, D, HALF, R, HALVES, ACROSS, TWO, WEIGHT_WORDS)
             x *= va
             y *= vb
         if R > 0:
             turn_h = turn
             if not HELD_TURN:
-                cos_h, sin_h = _angles(COS, SIN, h, row, s_ch, s_cl, s_cj, HALF, R)
+                cos_h, sin_h = _angles(COS, SIN, _dealt(h) if PER_HEAD else place * 0, place, s_ch, s_cl, s_cj, HALF, R)
                 turn_h = (cos_h, sin_h, sin_h, cos_h)
             x, y = _turned(x, y, turn_h)
         if IS_KEY:
             j = _numbers(HALF, 4)
-            x = x * rstd - tl.load(SHIFT + head * DP + j)
-            y = y * rstd - tl.load(SHIFT + head * DP + HALF + j)
+            x = x * rstd - _load_channels(SHIFT + head * DP, j, None, 1, 1)
+            y = y * rstd - _load_channels(SHIFT + head * DP + HALF, j, None, 1, 1)
         elif BEFORE:
             x *= rstd
             y *= rstd
@@ -199,8 +194,10 @@ def _rms_rope_quantize(
             if ACROSS:
                 tl.store(SQUARES + at, squares, mask=there)  # 1 / rms is not known without the other heads
             if HAS_LSE:
-                shift = SHIFT + (b * (heads // group) + h // group) * DP + _numbers(HALF, 4)
-                term = _summed(x * tl.load(shift) + y * tl.load(shift + HALF)) * lse_factor
+                shift = SHIFT + (b * (heads // group) + _dealt(h) // group) * DP
+                j = _numbers(HALF, 4)
+                first_shift = _load_channels(shift, j, None, 1, 1)
+                term = _summed(x * first_shift + y * _load_channels(shift + HALF, j, None, 1, 1)) * lse_factor
                 tl.store(LSE_TERM + at, term * rstd if NORM and not BEFORE and not ACROSS else term, mask=there)
             scale = factor
             if NORM and not BEFORE and not ACROSS:
@@ -208,52 +205,3 @@ def _rms_rope_quantize(
             at = at.reshape([W_ROWS, R_ROWS])
             inside = None if EVEN else there.reshape([W_ROWS, R_ROWS])
             _write_queries(z, peak, Y, SCALE, at, inside, scale, DP)
-
-
-@triton.jit(do_not_specialize=["L", "split", "heads"])
-def _row_rms(
-    X, X2, RSTD, eps, L, split, heads, s_b, s_h, s_l, s_b2, s_h2, s_l2,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, TWO: tl.constexpr,
-):  # fmt: skip
-    """RSTD[B, L] = 1 / rms over all heads of a token, TOGETHER of them at a time."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    b = tl.program_id(1).to(tl.int64)
-    m = tl.arange(0, TOGETHER * ROWS)
-    row = tl.minimum(tl.program_id(0) * ROWS + m % ROWS, L - 1)
-    source, step = _rows_of(X + b * s_b, X2 + b * s_b2, row, split, s_h, s_l, s_h2, s_l2, TWO)
-    c = tl.arange(0, DP)
-    squares = tl.zeros([TOGETHER * ROWS, DP], tl.float32)
-    for first in range(0, heads, TOGETHER):
-        h = first + m // ROWS
-        at = (source + h * step)[:, None] + c[None, :]
-        x = tl.load(at, mask=(h < heads)[:, None] & (c < D)[None, :], other=0).to(tl.float32)
-        squares += x * x
-    total = tl.sum(tl.sum(squares, 1).reshape([TOGETHER, ROWS]), 0)
-    tl.store(RSTD + b * L + rows, tl.math.rsqrt(total / (heads * D) + eps), mask=rows < L)
-
-
-@triton.jit(do_not_specialize=["L", "heads"])
-def _finish_scales(
-    SQUARES, SCALE, LSE_TERM, eps, L, heads, D: tl.constexpr, ROWS: tl.constexpr, HAS_LSE: tl.constexpr,
-    BEFORE: tl.constexpr,
-):  # fmt: skip
-    """Multiply the query scales by 1 / rms over all heads, from the sums of squares of each.
-
-    BEFORE: queries were multiplied by 1 / rms of their own head before.
-    """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    first = tl.program_id(1).to(tl.int64) * heads * L + rows
-    inside = rows < L
-    squares = tl.zeros([ROWS], tl.float32)
-    for h in range(heads):
-        squares += tl.load(SQUARES + first + h * L, mask=inside, other=0.0)
-    rstd = tl.math.rsqrt(squares / (heads * D) + eps)
-    for h in range(heads):
-        at = first + h * L
-        factor = rstd
-        if BEFORE:
-            own = tl.load(SQUARES + at, mask=inside, other=0.0)
-            factor = rstd * ((own * (1.0 / D) + eps) * _inverse_rms(own, eps, D, True))
-        tl.store(SCALE + at, tl.load(SCALE + at, mask=inside) * factor, mask=inside)
-        if HAS_LSE:
-            tl.store(LSE_TERM + at, tl.load(LSE_TERM + at, mask=inside) * factor, mask=inside)

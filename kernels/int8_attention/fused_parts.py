@@ -1,12 +1,11 @@
-"""Steps of the fused quantisation: rows through RMSNorm, RoPE, a rotation and rounding, in registers.
+"""Steps of the fused quantisation: loads of rows and of what belongs to them, RMSNorm and RoPE, in registers.
 
 A pair of RoPE lies in one thread: (2j, 2j + 1) where pairs are interleaved, (j, j + R/2) where they are halves.
 A tile to be turned is [4, W, R, C, 4], one to be written [4, W, R, J, E]. Four threads share a row, W rows lie in the
-threads of a warp and in the warps, R in a thread. That is how a matrix product takes and leaves its rows, so that none of
-them changes its thread on the way from one load to the store, if every thread has four neighbouring pairs C times, takes
-them for those channels that the product wants of it, and writes side by side what the product leaves to it. The order of
-channels is another one then, the same for query and key; their products don't notice.
-Axes are in the order in which Triton deals what it loads and stores to threads, warps and registers.
+threads of a warp and in the warps, R in a thread. That is how a matrix product takes and leaves its rows, so that none
+of them changes its thread on the way from one load to the store, if every thread has four neighbouring pairs C times,
+takes them for those channels that the product wants of it, and writes side by side what the product leaves to it. The
+order of channels is another one then, the same for query and key; their products don't notice.
 """
 
 from __future__ import annotations
@@ -14,7 +13,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .quantize_kernels import _inverse, _largest
+# Triton deals the contiguous axis of a load or store to registers, the others to threads, then warps, then registers;
+# since 3.7 from the last to the first.
+LAST_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7))
+
+
+@triton.jit
+def _dealt(x):
+    """A tile with its axes in the order in which Triton deals them to threads, warps and registers; or back."""
+    if LAST_FIRST:
+        x = x.permute(3, 2, 1, 0, 4)
+    return x
 
 
 @triton.jit
@@ -28,9 +37,9 @@ def _row_numbers(W: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _numbers(HALF: tl.constexpr, N: tl.constexpr):
-    """[4, 1, 1, C, N]: what is N in a thread side by side, for N = 4 the numbers of the pairs."""
-    t = tl.arange(0, 4)[:, None, None, None, None]
-    c = tl.arange(0, HALF // 16)[None, None, None, :, None]
+    """[4, 1, 1, C, N], dealt: what is N in a thread side by side, for N = 4 the numbers of the pairs."""
+    t = _dealt(tl.arange(0, 4)[:, None, None, None, None])
+    c = _dealt(tl.arange(0, HALF // 16)[None, None, None, :, None])
     return c * (4 * N) + t * N + tl.arange(0, N)[None, None, None, None, :]
 
 
@@ -45,12 +54,14 @@ def _columns(HALF: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _load_channels(start, channel, keep, D: tl.constexpr, DP: tl.constexpr):
-    """Those channels of rows; 0 where not kept. keep: None for all, which needs no mask where D is a power of 2."""
+    """Those channels of rows, 0 where not kept; all but the answer dealt.  keep: None for all rows."""
     if keep is not None:
-        return tl.load(start + channel, mask=keep & (channel < D) if D < DP else keep, other=0)
-    if D < DP:
-        return tl.load(start + channel, mask=channel < D, other=0)
-    return tl.load(start + channel)
+        x = tl.load(start + channel, mask=keep & (channel < D) if D < DP else keep, other=0)
+    elif D < DP:
+        x = tl.load(start + channel, mask=channel < D, other=0)
+    else:
+        x = tl.load(start + channel)
+    return _dealt(x)
 
 
 @triton.jit
@@ -59,8 +70,8 @@ def _load_pairs(
 ):
     """[4, ..., C, 4] of the first and of the second channels of the pairs, in float32; 0 where not kept.
 
-    start: pointers [1, W, R, 1, 1] to the first channel; keep: the same, or None for all.  WORDS: whether two bf16 may be
-    read as one word, which is all that a float32 of either needs; Triton takes each of them apart first.
+    start: pointers [1, W, R, 1, 1] to the first channel, dealt; keep: the same, or None for all.  WORDS: whether two
+    bf16 may be read as one word, of which a float32 of either is one instruction; Triton takes them apart first.
     """
     if WORDS:
         start = start.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -94,7 +105,7 @@ def _high(word):
 
 @triton.jit
 def _rows_of(X, X2, row, split, s_h, s_l, s_h2, s_l2, TWO: tl.constexpr):
-    """Pointers to rows of the first head, and the step to the next head; rows from `split` on are in X2."""
+    """Pointers to rows of the first head, and the step to the next head; rows from `split` on are in X2. All dealt."""
     row = row.to(tl.int64)
     start = X + row * s_l
     step = row * 0 + s_h
@@ -112,7 +123,7 @@ def _weights(
 ):  # fmt: skip
     """[4, W or 1, R or 1, C, 4] weights of the first and of the second channels of the pairs.
 
-    h, row: [1, W, R, 1, 1]; rows may belong to two segments with weights of their own.
+    h, row: [1, W, R, 1, 1], dealt; rows may belong to two segments with weights of their own.
     """
     at = h * D if ACROSS else tl.zeros([1, 1, 1, 1, 1], tl.int32)
     start = tl.where(row < split, W + at, W2 + at) if TWO else W + at
@@ -121,14 +132,15 @@ def _weights(
 
 @triton.jit
 def _angles(COS, SIN, h, row, s_h, s_l, s_j, HALF: tl.constexpr, R: tl.constexpr):
-    """[4, W, R, C, 4] cosines and sines; 1 and 0 for channels that RoPE leaves alone."""
+    """[4, W, R, C, 4] cosines and sines; 1 and 0 for channels that RoPE leaves alone.  h, row: dealt."""
     j = _numbers(HALF, 4)
     at = (h.to(tl.int64) * s_h + row.to(tl.int64) * s_l) + j * s_j
     if R == 2 * HALF:
-        return tl.load(COS + at).to(tl.float32), tl.load(SIN + at).to(tl.float32)
-    turned = j < R // 2
-    cos = tl.load(COS + at, mask=turned, other=1.0).to(tl.float32)
-    return cos, tl.load(SIN + at, mask=turned, other=0.0).to(tl.float32)
+        cos, sin = tl.load(COS + at), tl.load(SIN + at)
+    else:
+        cos = tl.load(COS + at, mask=j < R // 2, other=1.0)
+        sin = tl.load(SIN + at, mask=j < R // 2, other=0.0)
+    return _dealt(cos).to(tl.float32), _dealt(sin).to(tl.float32)
 
 
 @triton.jit
@@ -161,103 +173,3 @@ def _as_rows(a, b, DP: tl.constexpr):
     TWICE: tl.constexpr = 2 if R > 1 else 1
     x = tl.join(a, b).reshape([4, W // 8, 8, R // TWICE, TWICE, DP // 32, 4, 2])
     return x.permute(3, 1, 4, 2, 5, 6, 0, 7).reshape([W * R, DP])
-
-
-@triton.jit
-def _as_written(z, W: tl.constexpr):
-    """[M, DP] out of a matrix product to [4, W, R, J, E]."""
-    R: tl.constexpr = z.shape[0] // W
-    TWICE: tl.constexpr = 2 if R > 1 else 1
-    E: tl.constexpr = min(16, z.shape[1] // 4)
-    J: tl.constexpr = z.shape[1] // (4 * E)
-    z = z.reshape([R // TWICE, W // 8, TWICE, 8, J, E // 2, 4, 2])
-    return z.permute(6, 1, 3, 0, 2, 4, 5, 7).reshape([4, W, R, J, E])
-
-
-@triton.jit
-def _written_channels(J: tl.constexpr, E: tl.constexpr):
-    """[4, 1, 1, J, E]: where the channels of a tile of _as_written() go."""
-    t = tl.arange(0, 4)[:, None, None, None, None]
-    j = tl.arange(0, J)[None, None, None, :, None]
-    return j * (4 * E) + t * E + tl.arange(0, E)[None, None, None, None, :]
-
-
-@triton.jit
-def _peaks(z, B: tl.constexpr):
-    """[W, R]: largest magnitude of each row of a rotated tile [4, W, R, J, E]; NaN where one was NaN or infinite.
-
-    The rotation gives every channel of a block what any of them holds, so such a block is NaN or infinite throughout;
-    the maximum over blocks would drop the NaN.
-    """
-    peak = tl.max(tl.abs(z), 4)
-    bad = tl.sum(tl.sum(peak * 0.0, 3), 0) if 4 * z.shape[3] * z.shape[4] > B else 0.0
-    peak = tl.max(tl.max(peak, 3), 0)
-    return peak + peak * 0.0 + bad
-
-
-@triton.jit
-def _round_scaled(x, inverse):
-    """quantize_kernels._round(x * inverse) in one instruction, which the compiler does not always find by itself."""
-    return tl.fma(x, inverse, 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-
-
-@triton.jit
-def _write_rows(Y, at, z, inverse, mask, DP: tl.constexpr):
-    """Round a tile [4, W, R, J, E] with a factor a row [W, R] to the rows `at` of Y."""
-    y = _round_scaled(z, inverse[None, :, :, None, None])
-    where = at[None, :, :, None, None] * DP + _written_channels(z.shape[3], z.shape[4])
-    if mask is None:
-        tl.store(Y + where, y)
-    else:
-        tl.store(Y + where, y, mask=mask[None, :, :, None, None])
-
-
-@triton.jit
-def _write_queries(z, peak, Y, SCALE, at, mask, factor, DP: tl.constexpr):
-    """Round queries with a scale each; `factor` [W, R] or a scalar holds the softmax scale and its sign."""
-    tl.store(SCALE + at, peak / 127.0 * tl.abs(factor), mask=mask)
-    sign = tl.where(factor < 0, -1.0, 1.0)  # so that scores times their scale keep the order of the int8 scores
-    _write_rows(Y, at, z, _inverse(peak) * sign, mask, DP)
-
-
-@triton.jit
-def _write_keys(
-    z, peak, keep, Y, SCALE, NORMS, tile, ROWS: tl.constexpr, DP: tl.constexpr, SCALES: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):  # fmt: skip
-    """Round a block of keys with SCALES (1, 4 or ROWS) scales; rows that don't count become 0. keep: [W, R] or None.
-
-    peak: [W, R], the largest magnitude of each row; NaN makes its whole group NaN.
-    """
-    W: tl.constexpr = z.shape[1]
-    R: tl.constexpr = z.shape[2]
-    row = _row_numbers(W, R).reshape([W, R])
-    if keep is not None:
-        peak = tl.where(keep, peak, 0.0)
-    square = tl.zeros([W, R], tl.float32)
-    if HAS_NORM:
-        square = tl.sum(tl.sum(tl.sum(z * z, 4), 3), 0)
-        square = tl.where(square == square, square, float("inf"))
-        if keep is not None:
-            square = tl.where(keep, square, 0.0)
-    if SCALES == ROWS:
-        tl.store(SCALE + tile * ROWS + row, peak / 127.0)
-        group = peak
-    elif SCALES == 4:
-        # Peaks and norms in one reduction, because each makes the warps wait for one another.
-        both = tl.join(peak, square).reshape([W // 8, 4, 2, R, 2])
-        both = _largest(_largest(_largest(both, 3), 2), 0)
-        of_group, square = both.split()
-        tl.store(SCALE + tile * 4 + tl.arange(0, 4), of_group / 127.0)
-        group = tl.broadcast_to(of_group[None, :, None, None], [W // 8, 4, 2, R]).reshape([W, R])
-        square = square[:, None]
-    else:
-        most = _largest(_largest(peak, 1), 0)
-        tl.store(SCALE + tile, most / 127.0)
-        group = tl.broadcast_to(most[None, None], [W, R])
-    if HAS_NORM:
-        tl.store(NORMS + tile, tl.sqrt(_largest(_largest(square, 1), 0)))
-    inverse = _inverse(group)
-    if keep is not None:
-        inverse = tl.where(keep, inverse, 0.0)
-    _write_rows(Y, tile * ROWS + row, z, inverse, None, DP)

@@ -26,8 +26,8 @@ class Tile(NamedTuple):
     beside: int = 1
 
 
-# Rows of a tile up to head_dim 128. Eight rows make all of a thread's queries heads of one row, with the same angles. Not
-# measured yet.
+# Rows of a tile up to head_dim 128. Eight rows make all of a thread's queries heads of one row, with the same angles.
+# Not measured yet.
 _QUERIES = Tile(8, 8, 16, 4, 1, 128, held=False, beside=4)
 _QUERIES_ACROSS = Tile(8, 8, 16, 4, 1, 168, beside=3)  # their weights differ by head, so a program has less to hold
 # Keys of one scale belong to one head, and a tile of theirs is the block of keys that the attention reads. Not measured
@@ -43,6 +43,7 @@ def query_tile(padded: int, config: Config, *, across: bool, lse: bool) -> Tile:
     return tile._replace(
         rows=min(tile.rows, tile.rows * 128 // padded),
         num_warps=tile.num_warps * (1 if config.gluon else _PORTABLE),
+        held=tile.held or not config.gluon,
         max_registers=tile.max_registers if config.gluon and not lse and padded <= 128 else None,
     )
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .bias import _kept
-from .fused_parts import _round_scaled
+from .fused_stores import _round_scaled
 from .quantize_kernels import _finite, _inverse
 
 
