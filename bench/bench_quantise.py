@@ -104,17 +104,15 @@ def _queries(*launch: Any) -> dict[str, Any]:
 # Launches of the fused kernels to be measured beside the one that is used: changes of the tables in fused_tiles.py.
 TILES: dict[str, dict[str, Any]] = {
     "default": {},
-    "queries held": _queries(8, 8, 16, 4, 1, 168, True, 3),
-    "queries held, 2 beside": _queries(8, 8, 16, 4, 1, None, True, 2),
-    "queries afresh": _queries(8, 8, 16, 4, 1, 128, False, 4),
-    "queries afresh, 2 stages": _queries(8, 8, 16, 4, 2, 128, False, 4),
-    "queries afresh, 64 heads": _queries(8, 8, 64, 4, 1, 128, False, 4),
-    "keys held, 1 stage": {"_KEYS": Tile(128, 1, 16, 8, 1), "_HOPPER_STAGES": 1},
-    "keys held, 2 stages": {"_KEYS": Tile(128, 1, 16, 8, 1), "_HOPPER_STAGES": 2},
-    "keys held, 3 stages": {"_KEYS": Tile(128, 1, 16, 8, 1), "_HOPPER_STAGES": 3},
-    "keys afresh": {"_KEYS": Tile(128, 1, 16, 8, 1, 128, False, 2), "_HOPPER_STAGES": 1},
-    "keys afresh, 4 heads": {"_KEYS": Tile(128, 1, 4, 8, 1, 128, False, 2), "_HOPPER_STAGES": 1},
-    "keys afresh, 64 heads": {"_KEYS": Tile(128, 1, 64, 8, 1, 128, False, 2), "_HOPPER_STAGES": 1},
+    "queries held": _queries(8, 8, 16, 4, 168, True, False, 3),
+    "queries held, ahead": _queries(8, 8, 16, 4, None, True, True, 2),
+    "queries afresh": _queries(8, 8, 16, 4, 128, False, False, 4),
+    "queries afresh, ahead": _queries(8, 8, 16, 4, 168, False, True, 3),
+    "keys held": {"_KEYS": Tile(128, 1, 16, 8)},
+    "keys held, ahead": {"_KEYS": Tile(128, 1, 16, 8, ahead=True)},
+    "keys held, ahead, 4 heads": {"_KEYS": Tile(128, 1, 4, 8, ahead=True)},
+    "keys afresh": {"_KEYS": Tile(128, 1, 16, 8, 128, held=False, beside=2)},
+    "keys afresh, 4 heads": {"_KEYS": Tile(128, 1, 4, 8, 128, held=False, beside=2)},
 }
 PER_TILE = ("copy", "fused")
 

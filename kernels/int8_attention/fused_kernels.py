@@ -13,7 +13,9 @@ from .fused_parts import (
     _dealt,
     _load_channels,
     _load_pairs,
+    _load_raw,
     _numbers,
+    _pairs_of,
     _row_numbers,
     _rows_of,
     _squares,
@@ -95,7 +97,7 @@ def _rms_rope_quantize(
     eps, factor, lse_factor, L, split, heads, group, bias_rows,
     s_b, s_h, s_l, s_b2, s_h2, s_l2, s_cb, s_ch, s_cl, s_cj, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
-    HEADS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, WORDS: tl.constexpr,
+    HEADS: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, HELD: tl.constexpr, WORDS: tl.constexpr,
     WEIGHT_WORDS: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr, PER_HEAD: tl.constexpr, IS_KEY: tl.constexpr, HAS_BIAS: tl.constexpr,
     SCALES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
@@ -104,6 +106,7 @@ def _rms_rope_quantize(
 
     Programs of the same rows follow each other: their heads lie side by side in memory.  What lies past the last row or
     head is read as that, and not written.  HELD: angles and weights stay in registers from head to head.
+    AHEAD: a head's values are loaded while the one before is worked on, for as many registers.
     """
     # On one axis of the grid: CUDA counts no further than 65535 on the others, and blocks of queries are small.
     parts = tl.cdiv(heads, HEADS)
@@ -144,12 +147,16 @@ def _rms_rope_quantize(
     # The factor 1 / rms can wait for the scales where no size is too much for the 16 bits before the rotation.
     BEFORE: tl.constexpr = NORM and (IS_KEY or X.dtype.element_ty == tl.float16)
     start = tl.program_id(0) % parts * HEADS
-    for first in tl.range(start, tl.minimum(start + HEADS, heads), TOGETHER, num_stages=STAGES):
+    end = tl.minimum(start + HEADS, heads)
+    if AHEAD:
+        h = tl.minimum(start + of, heads - 1)
+        raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
+    for first in tl.range(start, end, TOGETHER, num_stages=1):
         head = b * heads + first  # of the first one
-        h = first + of
-        if TOGETHER > 1:
-            h = tl.minimum(h, heads - 1)
-        x, y = _load_pairs(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS)
+        h = tl.minimum(first + of, heads - 1)
+        if not AHEAD:
+            raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
+        x, y = _pairs_of(raw, raw2, HALVES, WORDS)
         squares = 0.0
         rstd = 1.0
         if NORM:
@@ -177,6 +184,10 @@ def _rms_rope_quantize(
         elif BEFORE:
             x *= rstd
             y *= rstd
+        if AHEAD:
+            # What is known of the loaded values is in x and y by now, so that the next ones can take their registers.
+            later = tl.minimum(tl.where(first + TOGETHER < end, first + TOGETHER, first) + of, heads - 1)
+            raw, raw2 = _load_raw(source + _dealt(later) * step, None, D, HALF, R, HALVES, WORDS, True)
         z = _rotate(_as_rows(x, y, DP).to(X.dtype.element_ty).to(dtype), rotation.to(dtype), M, DP, B)
         z = _as_written(z, W_ROWS)
         peak = _peaks(z, B)

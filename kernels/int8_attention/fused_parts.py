@@ -53,44 +53,73 @@ def _columns(HALF: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _load_channels(start, channel, keep, D: tl.constexpr, DP: tl.constexpr):
-    """Those channels of rows, 0 where not kept; all but the answer dealt.  keep: None for all rows."""
+def _load_channels(start, channel, keep, D: tl.constexpr, DP: tl.constexpr, ONCE: tl.constexpr = False):
+    """Those channels of rows, 0 where not kept; all but the answer dealt.  keep: None for all rows.
+
+    ONCE: what no program reads again, and so shall not take what others read again out of the SM's cache.
+    """
+    modifier: tl.constexpr = ".cg" if ONCE else ""
     if keep is not None:
-        x = tl.load(start + channel, mask=keep & (channel < D) if D < DP else keep, other=0)
+        mask = keep & (channel < D) if D < DP else keep
+        x = tl.load(start + channel, mask=mask, other=0, cache_modifier=modifier)
     elif D < DP:
-        x = tl.load(start + channel, mask=channel < D, other=0)
+        x = tl.load(start + channel, mask=channel < D, other=0, cache_modifier=modifier)
     else:
-        x = tl.load(start + channel)
+        x = tl.load(start + channel, cache_modifier=modifier)
     return _dealt(x)
+
+
+@triton.jit
+def _load_raw(
+    start, keep, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, WORDS: tl.constexpr,
+    ONCE: tl.constexpr,
+):  # fmt: skip
+    """What _pairs_of() takes apart: the channels of rows as they are loaded; the second is 0 where one holds all.
+
+    start: pointers [1, W, R, 1, 1] to the first channel, dealt; keep: the same, or None for all.  WORDS: whether two
+    bf16 may be read as one word, of which a float32 of either is one instruction; Triton takes them apart first.
+    """
+    b = 0
+    if WORDS:
+        start = start.to(tl.pointer_type(tl.int32), bitcast=True)
+    if not HALVES:
+        if WORDS:
+            a = _load_channels(start, _numbers(HALF, 4), keep, D // 2, HALF, ONCE)
+        else:
+            a = _load_channels(start, _numbers(HALF, 8), keep, D, 2 * HALF, ONCE)
+    elif WORDS:
+        a = _load_channels(start, _numbers(HALF, 2), keep, 1, 1, ONCE)
+        b = _load_channels(start + HALF // 2, _numbers(HALF, 2), keep, 1, 1, ONCE)
+    else:
+        first, second = _columns(HALF, R)
+        a = _load_channels(start, first, keep, D, 2 * HALF, ONCE)
+        b = _load_channels(start, second, keep, D, 2 * HALF, ONCE)
+    return a, b
+
+
+@triton.jit
+def _pairs_of(a, b, HALVES: tl.constexpr, WORDS: tl.constexpr):
+    """[4, W, R, C, 4] of the first and of the second channels of the pairs, in float32, of what _load_raw() loaded."""
+    if not HALVES:
+        if WORDS:
+            x, y = _low(a), _high(a)
+        else:
+            x, y = a.reshape([4, a.shape[1], a.shape[2], a.shape[3], 4, 2]).split()
+    elif WORDS:
+        x = tl.join(_low(a), _high(a)).reshape([4, a.shape[1], a.shape[2], a.shape[3], 4])
+        y = tl.join(_low(b), _high(b)).reshape([4, b.shape[1], b.shape[2], b.shape[3], 4])
+    else:
+        x, y = a, b
+    return x.to(tl.float32), y.to(tl.float32)
 
 
 @triton.jit
 def _load_pairs(
     start, keep, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, WORDS: tl.constexpr
 ):
-    """[4, ..., C, 4] of the first and of the second channels of the pairs, in float32; 0 where not kept.
-
-    start: pointers [1, W, R, 1, 1] to the first channel, dealt; keep: the same, or None for all.  WORDS: whether two
-    bf16 may be read as one word, of which a float32 of either is one instruction; Triton takes them apart first.
-    """
-    if WORDS:
-        start = start.to(tl.pointer_type(tl.int32), bitcast=True)
-        if HALVES:
-            at = _numbers(HALF, 2)
-            a, b = _load_channels(start, at, keep, 1, 1), _load_channels(start + HALF // 2, at, keep, 1, 1)
-            a = tl.join(_low(a), _high(a)).reshape([4, a.shape[1], a.shape[2], a.shape[3], 4])
-            b = tl.join(_low(b), _high(b)).reshape([4, b.shape[1], b.shape[2], b.shape[3], 4])
-        else:
-            word = _load_channels(start, _numbers(HALF, 4), keep, D // 2, HALF)
-            a, b = _low(word), _high(word)
-    elif HALVES:
-        first, second = _columns(HALF, R)
-        a = _load_channels(start, first, keep, D, 2 * HALF)
-        b = _load_channels(start, second, keep, D, 2 * HALF)
-    else:
-        x = _load_channels(start, _numbers(HALF, 8), keep, D, 2 * HALF)
-        a, b = x.reshape([4, x.shape[1], x.shape[2], x.shape[3], 4, 2]).split()
-    return a.to(tl.float32), b.to(tl.float32)
+    """Both in one."""
+    a, b = _load_raw(start, keep, D, HALF, R, HALVES, WORDS, False)
+    return _pairs_of(a, b, HALVES, WORDS)
 
 
 @triton.jit

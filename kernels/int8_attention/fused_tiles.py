@@ -10,29 +10,28 @@ from .configs import Config
 
 
 class Tile(NamedTuple):
-    """Launch of the quantising kernel: rows and heads of a tile, heads of a program at most, warps, stages of its loop.
+    """Launch of the quantising kernel: rows and heads of a tile, heads of a program at most, warps.
 
     max_registers: of a thread, where the compiler would take a few more than let another program run beside it.
-    held: whether angles and weights stay in registers from head to head.  beside: programs that an SM runs at once.
+    held: whether angles and weights stay in registers from head to head.  ahead: whether the values of the next head
+    are loaded before this one is done.  beside: programs that an SM runs at once.
     """
 
     rows: int
     together: int
     heads: int
     num_warps: int
-    num_stages: int
     max_registers: int | None = None
     held: bool = True
+    ahead: bool = False
     beside: int = 1
 
 
 # Rows of a tile up to head_dim 128. Eight rows make all of a thread's queries heads of one row, with the same angles.
-# Not measured yet.
-_QUERIES = Tile(8, 8, 16, 4, 1, 128, held=False, beside=4)
-_QUERIES_ACROSS = Tile(8, 8, 16, 4, 1, 168, beside=3)  # their weights differ by head, so a program has less to hold
-# Keys of one scale belong to one head, and a tile of theirs is the block of keys that the attention reads. Not measured
-# yet.
-_KEYS, _HOPPER_STAGES = Tile(128, 1, 16, 8, 1), 2
+_QUERIES = Tile(8, 8, 16, 4, 128, held=False, beside=4)
+_QUERIES_ACROSS = Tile(8, 8, 16, 4, 128, held=False, beside=4)
+# Keys of one scale belong to one head, and a tile of theirs is the block of keys that the attention reads.
+_KEYS = Tile(128, 1, 16, 8, held=True, ahead=True)
 _PORTABLE = 2  # as many more warps: elsewhere, with products by mma.sync, 64 channels a thread don't fit its registers
 _SMS = 132  # of a large GPU
 
@@ -44,22 +43,21 @@ def query_tile(padded: int, config: Config, *, across: bool, lse: bool) -> Tile:
         rows=min(tile.rows, tile.rows * 128 // padded),
         num_warps=tile.num_warps * (1 if config.gluon else _PORTABLE),
         held=tile.held or not config.gluon,
+        ahead=tile.ahead and config.gluon,
         max_registers=tile.max_registers if config.gluon and not lse and padded <= 128 else None,
     )
 
 
 def key_tile(padded: int, config: Config) -> Tile:
     """The launch for keys of this padded head_dim."""
-    stages = _HOPPER_STAGES if padded == 128 else 1
-    if not config.gluon:
-        stages = min(2, config.num_stages)  # more than one where there is shared memory for it
     elements = config.block_n * padded * (1 if config.gluon else _PORTABLE)
     num_warps = max(1, min(_KEYS.num_warps, _KEYS.num_warps * elements // (_KEYS.rows * 128)))
     return _KEYS._replace(
         rows=config.block_n,
         num_warps=num_warps,
-        num_stages=stages,
         max_registers=_KEYS.max_registers if config.gluon and padded == 128 else None,
+        held=_KEYS.held or not config.gluon,
+        ahead=_KEYS.ahead and config.gluon,
     )
 
 
