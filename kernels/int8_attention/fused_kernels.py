@@ -158,7 +158,7 @@ def _rms_rope_quantize(
             raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
         x, y = _pairs_of(raw, raw2, HALVES, WORDS)
         squares = 0.0
-        rstd = 1.0
+        rstd = tl.full([1, 1, 1, 1, 1], 1.0, tl.float32)
         if NORM:
             if ACROSS and IS_KEY:
                 rstd = tl.load(RSTD + row)

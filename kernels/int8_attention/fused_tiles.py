@@ -66,5 +66,5 @@ def heads_of_program(tile: Tile, tiles: int) -> int:
 
     What a program needs for all of its heads, it needs once; a second round of programs would leave most SMs idle.
     """
-    wanted = triton.next_power_of_2(triton.cdiv(tiles, _SMS * tile.beside))
+    wanted: int = triton.next_power_of_2(triton.cdiv(tiles, _SMS * tile.beside))
     return max(tile.together, min(tile.heads, wanted))
