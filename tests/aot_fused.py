@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 
 import aot_compile
-from aot_compile import HEAD_DIMS, facts, integers, target_of
+from aot_compile import HEAD_DIMS, cuda_facts, facts, integers, target_of
 
 from sdpa_router.kernels.int8_attention import fused, fused_kernels, fused_norm, fused_tiles
 from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for, padded_head_dim
@@ -83,6 +84,14 @@ def variants(arch: int | str) -> Iterator[Variant]:
     yield "finish scales", fused_norm._finish_scales, types, constants, {"num_warps": 4}
 
 
+def traffic(compiled: object) -> dict[str, int]:
+    """Barriers, and loads and stores of shared memory, in a CUDA binary: what is exchanged between threads."""
+    sass = cuda_facts(compiled.asm["cubin"])[0] if "cubin" in compiled.asm else ""
+    return {
+        "barriers": len(re.findall(r"\bBAR\.", sass)), "exchanges": len(re.findall(r"\b(?:STS|LDS|LDSM)\b", sass)),
+    }  # fmt: skip
+
+
 def main() -> None:
     target, arch = target_of(sys.argv[1])
     wanted = sys.argv[2] if len(sys.argv) > 2 else ""
@@ -90,7 +99,7 @@ def main() -> None:
         if wanted in name:
             known = {k: v for k, v in constants.items() if k in kernel.arg_names}
             compiled = aot_compile.compile_variant(kernel, types, known, options, target)
-            print(json.dumps(facts(name, compiled, target)), flush=True)
+            print(json.dumps(facts(name, compiled, target) | traffic(compiled)), flush=True)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def _launch_keys(
     strides = row_strides(bias) if bias is not None else (0, 0)
     arguments |= dict(zip(("s_bias_b", "s_bias_h"), strides, strict=True))
     launch(
-        _rope_key_shift, (batch * heads,),
+        _rope_key_shift, (batch * heads + 1,),
         **arguments, N=length, NP=blocks * config.block_n, ROWS=sample_rows(padded),
         K=key.x, K2=_second(key), HAS_BIAS=bias is not None, num_warps=8, **common,
     )  # fmt: skip

@@ -37,15 +37,16 @@ def _rope_key_shift(
 ):  # fmt: skip
     """SHIFT[B, Hkv, 2, DP / 2] = mean of the firsts and of the seconds of the pairs over a sample of the kept keys.
 
-    ROTATION[B, B] is written for _rms_rope_quantize.
+    ROTATION[B, B] is written for _rms_rope_quantize by the last program.
     """
     head = tl.program_id(0).to(tl.int64)
     b = head // heads
     h = head % heads
     HALF: tl.constexpr = DP // 2
-    if head == 0:
+    if head == tl.num_programs(0) - 1:
         i = tl.arange(0, B)
         tl.store(ROTATION + i[:, None] * B + i[None, :], _hadamard(B).to(ROTATION.dtype.element_ty))
+        return
     K += b * s_b
     K2 += b * s_b2
     COS += b * s_cb
@@ -57,8 +58,7 @@ def _rope_key_shift(
     of = i * 0 + h.to(tl.int32)
     rows = tl.where(N <= ROWS, i, (i.to(tl.int64) * N // ROWS).to(tl.int32))
     count = tl.zeros([], tl.float32)
-    first = tl.zeros([HALF], tl.float32)
-    second = tl.zeros([HALF], tl.float32)
+    total = tl.zeros([4, 1, HALF // 16, 4, 2], tl.float32)
     start = 0
     # Where the sample holds no key that is kept, the first block that does.
     while (count == 0) & (start < N):
@@ -81,14 +81,13 @@ def _rope_key_shift(
             cos, sin = _angles(COS, SIN, _dealt(of), place, s_ch, s_cl, s_cj, HALF, R)
             x, y = _turned(x, y, (cos, sin, sin, cos))
         count = tl.sum(keep.to(tl.float32).reshape([ROWS]), 0)
-        first = tl.sum(_finite(x * rstd), 1).permute(1, 2, 0, 3).reshape([HALF])
-        second = tl.sum(_finite(y * rstd), 1).permute(1, 2, 0, 3).reshape([HALF])
+        total = tl.sum(_finite(tl.join(x * rstd, y * rstd)), 1)
         rows = start + i
         start += ROWS
-    scale = 1.0 / tl.maximum(count, 1.0)
-    j = tl.arange(0, HALF)
-    tl.store(SHIFT + head * DP + j, first * scale)
-    tl.store(SHIFT + head * DP + HALF + j, second * scale)
+    first, second = (total[:, None] / tl.maximum(count, 1.0)).split()
+    j = _numbers(HALF, 4)
+    tl.store(SHIFT + head * DP + j, _dealt(first))
+    tl.store(SHIFT + head * DP + HALF + j, _dealt(second))
 
 
 @triton.jit(do_not_specialize=["L", "split", "heads", "bias_rows", "group"])
