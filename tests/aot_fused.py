@@ -55,6 +55,8 @@ def variants(arch: int | str) -> Iterator[Variant]:
                 if is_key
                 else fused_tiles.query_tile(padded, config, across=across, lse=False)
             )
+            if is_key and flags["TWO"]:
+                tile = tile._replace(held=False, ahead=False)
             constants = shared | flags | {
                 "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads,
                 "WARPS": tile.num_warps, "HELD": tile.held, "WORDS": True, "WEIGHT_WORDS": True,

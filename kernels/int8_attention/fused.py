@@ -137,6 +137,8 @@ def _launch_keys(
         K=key.x, K2=_second(key), HAS_BIAS=bias is not None, num_warps=8, **common,
     )  # fmt: skip
     tile = key_tile(padded, config)
+    if key.second is not None:
+        tile = tile._replace(held=False, ahead=False)  # with a choice of weights a row they would not fit registers
     tile = tile._replace(heads=heads_of_program(tile, batch * heads * blocks))
     norms = made.key_norm
     launch(
@@ -274,11 +276,10 @@ def _shape(rows: Rows, rope: Rope, tile: Tile) -> dict[str, object]:
     # Of halves that are turned in part, a word would hold channels of either kind.
     whole = rows.cos is None or rope.interleaved or rope.dim == padded_head_dim(rows.x.shape[3])
     words = whole and _in_words(rows.x, rows.second)
-    ahead = tile.ahead and words and rows.second is None  # the weights of two segments leave no registers for it
     options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
     return {
         **options, "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads, "WARPS": tile.num_warps,
-        "AHEAD": ahead, "HELD": tile.held, "WORDS": words,
+        "AHEAD": tile.ahead and words, "HELD": tile.held, "WORDS": words,
         "WEIGHT_WORDS": words and _in_words(rows.weight, rows.second_weight), "PER_HEAD": per_head,
         "UPCAST": interpreting(), "num_warps": tile.num_warps,
     }  # fmt: skip

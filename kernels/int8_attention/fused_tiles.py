@@ -57,7 +57,7 @@ def key_tile(padded: int, config: Config) -> Tile:
         num_warps=num_warps,
         max_registers=_KEYS.max_registers if config.gluon and padded == 128 else None,
         held=_KEYS.held or not config.gluon,
-        ahead=_KEYS.ahead and config.gluon,
+        ahead=_KEYS.ahead and config.gluon and padded == 128,
     )
 
 
