@@ -60,7 +60,7 @@ def variants(arch: int | str) -> Iterator[Variant]:
             constants = shared | flags | {
                 "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads,
                 "WARPS": tile.num_warps, "HELD": tile.held, "WORDS": True, "WEIGHT_WORDS": True,
-                "AHEAD": tile.ahead, "IS_KEY": is_key,
+                "STAGES": tile.num_stages, "AHEAD": tile.ahead, "IS_KEY": is_key,
                 "SCALES": 4 if config.gluon and is_key else 1, "HAS_NORM": config.gluon and is_key,
                 "HAS_LSE": False, "EVEN": not flags["HAS_BIAS"],
                 "HAS_BIAS": flags["HAS_BIAS"] and is_key,

@@ -279,7 +279,7 @@ def _shape(rows: Rows, rope: Rope, tile: Tile) -> dict[str, object]:
     options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
     return {
         **options, "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads, "WARPS": tile.num_warps,
-        "AHEAD": tile.ahead and words, "HELD": tile.held, "WORDS": words,
+        "STAGES": tile.num_stages, "AHEAD": tile.ahead and words, "HELD": tile.held, "WORDS": words,
         "WEIGHT_WORDS": words and _in_words(rows.weight, rows.second_weight), "PER_HEAD": per_head,
         "UPCAST": interpreting(), "num_warps": tile.num_warps,
     }  # fmt: skip

@@ -96,10 +96,11 @@ def _rms_rope_quantize(
     eps, factor, lse_factor, L, split, heads, group, bias_rows,
     s_b, s_h, s_l, s_b2, s_h2, s_l2, s_cb, s_ch, s_cl, s_cj, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
-    HEADS: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, HELD: tl.constexpr, WORDS: tl.constexpr,
-    WEIGHT_WORDS: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr, PER_HEAD: tl.constexpr, IS_KEY: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SCALES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
+    HEADS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HELD: tl.constexpr,
+    WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr,
+    ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr, PER_HEAD: tl.constexpr, IS_KEY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program ROWS rows of HEADS heads, TOGETHER at a time (keys: one), which share angles and the rotation.
 
@@ -150,7 +151,7 @@ def _rms_rope_quantize(
     if AHEAD:
         h = tl.minimum(start + of, heads - 1)
         raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
-    for first in tl.range(start, end, TOGETHER, num_stages=1):
+    for first in tl.range(start, end, TOGETHER, num_stages=STAGES):
         head = b * heads + first  # of the first one
         h = tl.minimum(first + of, heads - 1)
         if not AHEAD:

@@ -12,6 +12,7 @@ from .configs import Config
 class Tile(NamedTuple):
     """Launch of the quantising kernel: rows and heads of a tile, heads of a program at most, warps.
 
+    num_stages: of its loop; where products are mma.sync two of them take fewer registers than one.
     max_registers: of a thread, where the compiler would take a few more than let another program run beside it.
     held: whether angles and weights stay in registers from head to head.  ahead: whether the values of the next head
     are loaded before this one is done.  beside: programs that an SM runs at once.
@@ -25,6 +26,7 @@ class Tile(NamedTuple):
     held: bool = True
     ahead: bool = False
     beside: int = 1
+    num_stages: int = 1
 
 
 # Rows of a tile up to head_dim 128. Eight rows make all of a thread's queries heads of one row, with the same angles.
@@ -42,7 +44,7 @@ def query_tile(padded: int, config: Config, *, across: bool, lse: bool) -> Tile:
     return tile._replace(
         rows=min(tile.rows, tile.rows * 128 // padded),
         num_warps=tile.num_warps * (1 if config.gluon else _PORTABLE),
-        held=tile.held or not config.gluon,
+        held=tile.held if config.gluon else padded <= 128,
         ahead=tile.ahead and config.gluon,
         max_registers=tile.max_registers if config.gluon and not lse and padded <= 128 else None,
     )
@@ -58,6 +60,7 @@ def key_tile(padded: int, config: Config) -> Tile:
         max_registers=_KEYS.max_registers if config.gluon and padded == 128 else None,
         held=_KEYS.held or not config.gluon,
         ahead=_KEYS.ahead and config.gluon and padded == 128,
+        num_stages=1 if config.gluon else min(2, config.num_stages),
     )
 
 
