@@ -58,7 +58,8 @@ def _rope_key_shift(
     of = i * 0 + h.to(tl.int32)
     rows = tl.where(N <= ROWS, i, (i.to(tl.int64) * N // ROWS).to(tl.int32))
     count = tl.zeros([], tl.float32)
-    total = tl.zeros([4, 1, HALF // 16, 4, 2], tl.float32)
+    first = tl.zeros([4, 1, HALF // 16, 4], tl.float32)
+    second = tl.zeros([4, 1, HALF // 16, 4], tl.float32)
     start = 0
     # Where the sample holds no key that is kept, the first block that does.
     while (count == 0) & (start < N):
@@ -81,13 +82,14 @@ def _rope_key_shift(
             cos, sin = _angles(COS, SIN, _dealt(of), place, s_ch, s_cl, s_cj, HALF, R)
             x, y = _turned(x, y, (cos, sin, sin, cos))
         count = tl.sum(keep.to(tl.float32).reshape([ROWS]), 0)
-        total = tl.sum(_finite(tl.join(x * rstd, y * rstd)), 1)
+        first = tl.sum(_finite(x * rstd), 1)
+        second = tl.sum(_finite(y * rstd), 1)
         rows = start + i
         start += ROWS
-    first, second = (total[:, None] / tl.maximum(count, 1.0)).split()
+    scale = 1.0 / tl.maximum(count, 1.0)
     j = _numbers(HALF, 4)
-    tl.store(SHIFT + head * DP + j, _dealt(first))
-    tl.store(SHIFT + head * DP + HALF + j, _dealt(second))
+    tl.store(SHIFT + head * DP + j, _dealt(first[:, None] * scale))
+    tl.store(SHIFT + head * DP + HALF + j, _dealt(second[:, None] * scale))
 
 
 @triton.jit(do_not_specialize=["L", "split", "heads", "bias_rows", "group"])
