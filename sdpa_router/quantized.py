@@ -30,7 +30,7 @@ from .qk import Groups, Layout, Prepared, QuantizedQK, expect
 _LOG = logging.getLogger("sdpa_router.dispatch")
 _LOG2E = math.log2(math.e)
 ROTATION = "sdpa_router"  # random signs and Hadamard, in the order of channels
-ROTATION_OF_PAIRS = "sdpa_router, pairs"  # the same after RoPE, in the order of its pairs
+ROTATION_OF_PAIRS = "sdpa_router, pairs"  # the same after RoPE, in the order of the fused kernels
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
