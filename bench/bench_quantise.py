@@ -96,18 +96,13 @@ CASES = {
 }  # fmt: skip
 
 
-def _queries(*launch: Any) -> dict[str, Any]:
-    """The same launch for queries of either norm."""
-    return {"_QUERIES": Tile(*launch), "_QUERIES_ACROSS": Tile(*launch)}
-
-
 # Launches of the fused kernels to be measured beside the one that is used: changes of the tables in fused_tiles.py.
 TILES: dict[str, dict[str, Any]] = {
     "default": {},
-    "queries held": _queries(8, 8, 16, 4, 168, True, False, 3),
-    "queries held, ahead": _queries(8, 8, 16, 4, None, True, True, 2),
-    "queries afresh": _queries(8, 8, 16, 4, 128, False, False, 4),
-    "queries afresh, ahead": _queries(8, 8, 16, 4, 168, False, True, 3),
+    "queries held": {"_QUERIES": Tile(8, 8, 16, 4, 168, True, False, 3)},
+    "queries held, ahead": {"_QUERIES": Tile(8, 8, 16, 4, None, True, True, 2)},
+    "queries afresh": {"_QUERIES": Tile(8, 8, 16, 4, 128, False, False, 4)},
+    "queries afresh, ahead": {"_QUERIES": Tile(8, 8, 16, 4, 168, False, True, 3)},
     "keys held": {"_KEYS": Tile(128, 1, 16, 8)},
     "keys held, ahead": {"_KEYS": Tile(128, 1, 16, 8, ahead=True)},
     "keys held, ahead, 4 heads": {"_KEYS": Tile(128, 1, 4, 8, ahead=True)},

@@ -50,11 +50,7 @@ def variants(arch: int | str) -> Iterator[Variant]:
         config = HOPPER_GLUON[padded] if arch == 90 else config_for(arch, head_dim)
         for (mode, flags), is_key in itertools.product(modes(head_dim), (False, True)):
             across = flags["ACROSS"]
-            tile = (
-                fused_tiles.key_tile(padded, config)
-                if is_key
-                else fused_tiles.query_tile(padded, config, across=across, lse=False)
-            )
+            tile = fused_tiles.key_tile(padded, config) if is_key else fused_tiles.query_tile(padded, config, lse=False)
             if is_key and flags["TWO"]:
                 tile = tile._replace(held=False, ahead=False)
             constants = shared | flags | {

@@ -194,7 +194,7 @@ def _launch_queries(
     across = norm.across and norm.eps is not None
     squares = empty((batch, heads, length), torch.float32, x.device) if across else made.query_scale
     unused, term = made.query_scale, made.lse_term
-    tile = query_tile(padded, config, across=across, lse=shift is not None)
+    tile = query_tile(padded, config, lse=shift is not None)
     tile = tile._replace(heads=heads_of_program(tile, batch * heads * triton.cdiv(length, tile.rows)))
     launch(
         _rms_rope_quantize, (triton.cdiv(heads, tile.heads) * triton.cdiv(length, tile.rows), batch),
