@@ -39,7 +39,7 @@ from sdpa_router.kernels.int8_attention.fused import (
 from sdpa_router.kernels.int8_attention.fused_reference import rms_rope_reference
 from sdpa_router.kernels.int8_attention.fused_tiles import Tile
 from sdpa_router.kernels.int8_attention.launch import forget
-from sdpa_router.kernels.int8_attention.quantize import Quantized, quantize
+from sdpa_router.kernels.int8_attention.quantize import Quantized, join, quantize, quantize_pair
 from sdpa_router.testing import relative_error, sdpa_oracle
 
 BUDGET = 0.0135
@@ -72,14 +72,15 @@ class Case:
 
     def bytes_apart(self) -> dict[str, int]:
         """Norm and RoPE read and write 16 bits, the quantiser reads them, and 512 keys a head for its shift."""
-        sample = 2 * self.batch * self.heads * min(512, self.kv_len) * self.head_dim
-        return {"16bit": 6 * self.elements + sample, "int8": self.elements}
+        return {"16bit": (6 if self.rope else 2) * self.elements + self._sample(512), "int8": self.elements}
 
     def bytes_fused(self) -> dict[str, int]:
         """One read of 16 bits, of keys a second one under a norm across heads; 128 keys a head are sampled."""
         again = 2 * self.keys if self.across else 0
-        sample = 2 * self.batch * self.heads * min(128, self.kv_len) * self.head_dim
-        return {"16bit": 2 * self.elements + again + sample, "int8": self.elements}
+        return {"16bit": 2 * self.elements + again + self._sample(128 if self.rope else 512), "int8": self.elements}
+
+    def _sample(self, keys: int) -> int:
+        return 2 * self.batch * self.heads * min(keys, self.kv_len) * self.head_dim
 
 
 CASES = {
@@ -94,17 +95,19 @@ CASES = {
     )
 }  # fmt: skip
 
+
 # Launches of the fused kernels to be measured beside the one that is used: changes of the tables in fused_tiles.py.
 TILES: dict[str, dict[str, Any]] = {
     "default": {},
-    "queries by one head": {"_QUERIES": Tile(64, 1, 4, 4, 1), "_QUERIES_ACROSS": Tile(64, 1, 4, 4, 1)},
-    "queries in 8 warps": {"_QUERIES": Tile(16, 4, 16, 8, 1, 128), "_QUERIES_ACROSS": Tile(16, 4, 40, 8, 1, 128)},
-    "queries by four heads": {"_QUERIES": Tile(16, 4, 16, 4, 1, 168), "_QUERIES_ACROSS": Tile(16, 4, 40, 4, 1, 168)},
-    "queries, 8 heads a program": {"_QUERIES": Tile(8, 8, 8, 4, 1, 168), "_QUERIES_ACROSS": Tile(8, 8, 8, 4, 1, 168)},
-    "queries, 2 stages": {"_QUERIES": Tile(8, 8, 16, 4, 2, 168), "_QUERIES_ACROSS": Tile(8, 8, 40, 4, 2, 168)},
-    "keys in 16 warps": {"_KEYS": Tile(128, 1, 4, 16, 1)},
-    "keys in 16 warps, 1 stage": {"_KEYS": Tile(128, 1, 4, 16, 1), "_HOPPER_STAGES": 1},
-    "keys, 2 heads a program": {"_KEYS": Tile(128, 1, 2, 8, 1)},
+    "queries held": {"_QUERIES": Tile(8, 8, 16, 4, 168, True, False, 3)},
+    "queries held, ahead": {"_QUERIES": Tile(8, 8, 16, 4, None, True, True, 2)},
+    "queries afresh": {"_QUERIES": Tile(8, 8, 16, 4, 128, False, False, 4)},
+    "queries afresh, ahead": {"_QUERIES": Tile(8, 8, 16, 4, 168, False, True, 3)},
+    "keys held": {"_KEYS": Tile(128, 1, 16, 8)},
+    "keys held, ahead": {"_KEYS": Tile(128, 1, 16, 8, ahead=True)},
+    "keys held, ahead, 4 heads": {"_KEYS": Tile(128, 1, 4, 8, ahead=True)},
+    "keys afresh": {"_KEYS": Tile(128, 1, 16, 8, 128, held=False, beside=2)},
+    "keys afresh, 4 heads": {"_KEYS": Tile(128, 1, 4, 8, 128, held=False, beside=2)},
 }
 PER_TILE = ("copy", "fused")
 
@@ -174,8 +177,10 @@ def norm_and_rope(
 
 
 def fused(problem: Problem, config: Config) -> Quantized:
-    """The fused kernels, both sides."""
+    """The fused kernels, both sides; without norm and RoPE what rms_rope_quantize() does then."""
     query, key = problem.rows()
+    if problem.weights is None:
+        return join(*quantize_pair(query.x, key.x, None, problem.case.head_dim**-0.5, config, lse=False))
     rope = Rope(problem.case.head_dim, interleaved=True)
     k, rotation = rms_rope_quantize_key(key, None, config, problem.norm, rope, group=1)
     q = rms_rope_quantize_query(query, problem.case.head_dim**-0.5, config, problem.norm, rope, rotation)
@@ -284,10 +289,17 @@ def measure(case: Case, invocation: Invocation, tiles: str, check_only: bool) ->
     return invocation.write(row)
 
 
+def _moved(counted: dict[str, int]) -> tuple[float, float]:
+    """MiB of 16-bit query and key, read and written, and of their int8 copies."""
+    return round(counted["16bit"] / 2**20, 1), round(counted["int8"] / 2**20, 1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="all", help=f"of {', '.join(CASES)}; all: all but smoke")
-    parser.add_argument("--tiles", default="default", help=f"of {', '.join(TILES)}; all: all of them")
+    parser.add_argument(
+        "--tiles", default="default", help=f"of {'; '.join(TILES)}, with semicolons between; all: all of them"
+    )
     parser.add_argument("--check-only", action="store_true", help="check, and so compile, but time nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "quantise.jsonl")
     parser.add_argument("--commit", default=None)
@@ -296,7 +308,7 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     invocation = Invocation(device, arguments.out, arguments.commit or commit_here())
     names = [n for n in CASES if n != "smoke"] if arguments.cases == "all" else arguments.cases.split(",")
-    tiles = list(TILES) if arguments.tiles == "all" else arguments.tiles.split(",")
+    tiles = list(TILES) if arguments.tiles == "all" else arguments.tiles.split(";")
     rows, failed = [], 0
     for name, tile in itertools.product(names, tiles):
         try:
@@ -312,6 +324,9 @@ def main() -> int:
         print(name, tile, *facts, *(f"{key} {row[key]:.3f}" for key in keys if key in row), flush=True)
     shown = [(r["case"], r["tiles"], *(r.get(f"{n}_us", "-") for n in ("copy", "apart", "fused"))) for r in rows]
     print(table(("case", "tiles", "copy us", "apart us", "fused us"), shown))
+    moved = [(r["case"], *_moved(r["bytes_apart"]), *_moved(r["bytes_fused"])) for r in rows if r["tiles"] == tiles[0]]
+    titles = ("case", "apart: 16-bit MiB", "int8 MiB", "fused: 16-bit MiB", "int8 MiB")
+    print(table(titles, moved))
     return 1 if failed else 0
 
 

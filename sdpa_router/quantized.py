@@ -30,7 +30,7 @@ from .qk import Groups, Layout, Prepared, QuantizedQK, expect
 _LOG = logging.getLogger("sdpa_router.dispatch")
 _LOG2E = math.log2(math.e)
 ROTATION = "sdpa_router"  # random signs and Hadamard, in the order of channels
-ROTATION_OF_PAIRS = "sdpa_router, pairs"  # the same after RoPE, in the order of its pairs
+ROTATION_OF_PAIRS = "sdpa_router, pairs"  # the same after RoPE, in the order of the fused kernels
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -77,15 +77,14 @@ def quantize_qk(
     pv = "auto" if value is None else "fp8"
     call = Call(query, key, key if value is None else value, attn_mask, 0.0, False, scale, enable_gqa)
     require_kernel(call, pv, precision)
-    from .kernels.int8_attention.quantize import quantize_key, quantize_query
+    from .kernels.int8_attention.quantize import quantize_pair
     from .kernels.int8_attention.quantize_value import quantize_value
 
     softmax_scale = default_scale(query, scale)
     config = choose_config(query, pv, precision)
     mask = None if attn_mask is None else key_view(attn_mask)
     with torch.cuda.device_of(query):
-        keys = quantize_key(key, mask, config, group=query.shape[1] // key.shape[1], per_token=precision == "high")
-        queries = quantize_query(query, softmax_scale, config, shift=keys.shift if lse else None)
+        queries, keys = quantize_pair(query, key, mask, softmax_scale, config, lse=lse, per_token=precision == "high")
         values = None if value is None else quantize_value(value, keys.bias, config)
     return QuantizedQK(
         queries.query,

@@ -17,10 +17,12 @@ from .quantized import (
     default_scale,
     heads_inside,
     native_layout,
+    quantize_qk,
     require_kernel,
     untraced,
     version_of,
 )
+from .rope_tables import check_gradient, shown, tables_of
 
 if TYPE_CHECKING:
     from .kernels.int8_attention.fused import Rows
@@ -64,13 +66,14 @@ def rms_rope_quantize(
     int8_attention(); the mask's garbage-proofness holds.  lse: whether the LSE will be asked for.
 
     Norm and RoPE are computed in float32 and rounded to 16 bits once, before a Hadamard rotation (QuaRot); models round
-    after each of the two. Raises ValueError for what does not fit together, naming the argument, what was given and
-    what is expected; UnsupportedError for a call that the kernel can't answer.
+    after each of the two. Without either it is quantize_qk(). Raises ValueError for what does not fit together, naming
+    the argument, what was given and what is expected; UnsupportedError for a call that the kernel can't answer.
 
     >>> quantized = rms_rope_quantize(q, k, norm_q.weight, norm_k.weight, cos, sin, interleaved=True, eps=1e-6)
     >>> out = int8_attention(quantized, value)
     """
-    queries, keys = _segments("query", query), _segments("key", key)
+    queries, query_weight = _there("query", query, query_weight)
+    keys, key_weight = _there("key", key, key_weight)
     if keys[0].shape[0] != queries[0].shape[0] or keys[0].shape[3] != queries[0].shape[3]:
         raise ValueError(
             f"key is {show(keys[0].shape)}; expected the batch and head_dim of query {show(queries[0].shape)}"
@@ -95,16 +98,18 @@ def rms_rope_quantize(
         raise ValueError(
             f"key_cos is None; expected cosines for {whole[1].shape[2]} keys, for cos is of {whole[0].shape[2]} queries"
         )
+    if eps is None and cos is None and query_weight is None and key_weight is None and len(queries) == len(keys) == 1:
+        return quantize_qk(queries[0], keys[0], attn_mask, scale, enable_gqa=enable_gqa, lse=lse, precision=precision)
     tables = {
         "cos": (cos, sin),
         "key_cos": (cos, sin) if key_cos is None else (key_cos, key_sin),
     }
     shape = (rotary, interleaved)
     query_rows = _rows(
-        "query", queries, query_weight, across, eps, _tables("cos", "sin", *tables["cos"], whole[0], *shape)
+        "query", queries, query_weight, across, eps, tables_of("cos", "sin", *tables["cos"], whole[0], *shape)
     )
     names = ("cos", "sin") if key_cos is None else ("key_cos", "key_sin")
-    key_rows = _rows("key", keys, key_weight, across, eps, _tables(*names, *tables["key_cos"], whole[1], *shape))
+    key_rows = _rows("key", keys, key_weight, across, eps, tables_of(*names, *tables["key_cos"], whole[1], *shape))
     return _quantize(
         query_rows, key_rows, whole[0], eps, across, default_scale(whole[0], scale), attn_mask,
         0 if cos is None else rotary, interleaved, lse, precision,
@@ -158,7 +163,7 @@ def _segments(name: str, given: Segments) -> tuple[torch.Tensor, ...]:
     parts = given if isinstance(given, tuple) else (given,)
     if len(parts) not in (1, 2) or not all(isinstance(part, torch.Tensor) and part.dim() == 4 for part in parts):
         raise ValueError(
-            f"{name} is {_shown(given)}; expected a tensor [batch, heads, length, head_dim] or a pair of them"
+            f"{name} is {shown(given)}; expected a tensor [batch, heads, length, head_dim] or a pair of them"
         )
     first = parts[0]
     for part in parts:
@@ -170,6 +175,16 @@ def _segments(name: str, given: Segments) -> tuple[torch.Tensor, ...]:
                 f"{first.shape[3]}] with a contiguous last axis on {first.device}"
             )
     return parts
+
+
+def _there(name: str, given: Segments, weight: Weight) -> tuple[tuple[torch.Tensor, ...], Weight]:
+    """The segments and their weights; of two of which one is empty, the other: one sequence, and one kernel for it."""
+    parts = _segments(name, given)
+    lengths = [part.shape[2] for part in parts]
+    if len(parts) == 2 and 0 in lengths and (not isinstance(weight, tuple) or len(weight) == 2):
+        used = 0 if lengths[0] else 1
+        return (parts[used],), weight[used] if isinstance(weight, tuple) else weight
+    return parts, weight
 
 
 def _whole(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -212,64 +227,14 @@ def _rows(
         if one is not None and not (isinstance(one, torch.Tensor) and one.is_floating_point()):
             given = show(one.dtype) if isinstance(one, torch.Tensor) else f"of type {type(one).__name__}"
             raise ValueError(f"{name}_weight is {given}; expected a floating tensor or None")
-        _check_gradient(f"{name}_weight", one)
+        check_gradient(f"{name}_weight", one)
         if one is not None and (eps is None or one.shape != (size,) or one.device != parts[0].device):
             expected = "None, for eps is None" if eps is None else f"[{size}] on {parts[0].device}"
             raise ValueError(f"{name}_weight is {show(one.shape)} on {one.device}; expected {expected}")
     if any(one is None for one in weights) and not all(one is None for one in weights):
         weights = tuple(parts[0].new_ones(size) if one is None else one for one in weights)
     weights = tuple(None if one is None else one.detach().contiguous() for one in weights)
+    if len({one.dtype for one in weights if one is not None}) > 1:
+        weights = tuple(None if one is None else one.float() for one in weights)
     second = parts[1] if len(parts) == 2 else None
     return Rows(parts[0], weights[0], *tables, second, weights[1] if second is not None else None)
-
-
-def _tables(
-    cos_name: str,
-    sin_name: str,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    whole: torch.Tensor,
-    rotary: int,
-    interleaved: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if cos is None or sin is None:
-        if cos is not None or sin is not None:
-            missing, there = (sin_name, cos_name) if sin is None else (cos_name, sin_name)
-            raise ValueError(f"{missing} is None; expected a tensor, for {there} is given")
-        return None, None
-    cos = _table(cos_name, cos, whole, rotary, interleaved, 0)
-    sin = _table(sin_name, sin, whole, rotary, interleaved, 1)
-    if cos.stride() != sin.stride() or cos.shape != sin.shape:
-        cos, sin = (one.contiguous() for one in torch.broadcast_tensors(cos, sin))
-    return cos, sin
-
-
-def _table(
-    name: str, table: torch.Tensor, whole: torch.Tensor, rotary: int, interleaved: bool, place: int
-) -> torch.Tensor:
-    """[1 or B, 1 or H, L, R / 2]; of each angle kept twice, the one at `place`."""
-    if not isinstance(table, torch.Tensor):
-        raise ValueError(f"{name} is {_shown(table)}; expected a tensor")
-    batch, heads, length, _ = whole.shape
-    full = table[None, None] if table.dim() == 2 else table[:, None] if table.dim() == 3 else table
-    fits = full.dim() == 4 and full.shape[0] in (1, batch) and full.shape[1] in (1, heads) and full.shape[2] == length
-    if not fits or full.shape[3] not in (rotary // 2, rotary) or not table.is_floating_point():
-        raise ValueError(
-            f"{name} is {show(table.dtype)} {show(table.shape)}; expected floating [{length}, {rotary // 2}] or "
-            f"[{length}, {rotary}], or with a batch axis of 1 or {batch} before, or that and heads of 1 or {heads}"
-        )
-    if table.device != whole.device:
-        raise ValueError(f"{name} is on {table.device}; expected {whole.device}")
-    _check_gradient(name, table)
-    if full.shape[3] == rotary // 2:
-        return full
-    return full[..., place::2] if interleaved else full[..., : rotary // 2]
-
-
-def _check_gradient(name: str, given: torch.Tensor | None) -> None:
-    if given is not None and given.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires a gradient; expected torch.no_grad(), for there is no backward")
-
-
-def _shown(given: object) -> str:
-    return show(given.shape) if isinstance(given, torch.Tensor) else f"of type {type(given).__name__}"

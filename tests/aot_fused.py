@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 
 import aot_compile
-from aot_compile import HEAD_DIMS, facts, integers, target_of
+from aot_compile import HEAD_DIMS, cuda_facts, facts, integers, target_of
 
-from sdpa_router.kernels.int8_attention import fused, fused_kernels, fused_tiles
+from sdpa_router.kernels.int8_attention import fused, fused_kernels, fused_norm, fused_tiles
 from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for, padded_head_dim
 
 aot_compile.STRIDES += "s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
@@ -49,14 +50,13 @@ def variants(arch: int | str) -> Iterator[Variant]:
         config = HOPPER_GLUON[padded] if arch == 90 else config_for(arch, head_dim)
         for (mode, flags), is_key in itertools.product(modes(head_dim), (False, True)):
             across = flags["ACROSS"]
-            tile = (
-                fused_tiles.key_tile(padded, config)
-                if is_key
-                else fused_tiles.query_tile(padded, config, across=across, lse=False)
-            )
+            tile = fused_tiles.key_tile(padded, config) if is_key else fused_tiles.query_tile(padded, config, lse=False)
+            if is_key and flags["TWO"]:
+                tile = tile._replace(held=False, ahead=False)
             constants = shared | flags | {
                 "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads,
-                "STAGES": tile.num_stages, "IS_KEY": is_key,
+                "WARPS": tile.num_warps, "HELD": tile.held, "WORDS": True, "WEIGHT_WORDS": True,
+                "STAGES": tile.num_stages, "AHEAD": tile.ahead, "IS_KEY": is_key,
                 "SCALES": 4 if config.gluon and is_key else 1, "HAS_NORM": config.gluon and is_key,
                 "HAS_LSE": False, "EVEN": not flags["HAS_BIAS"],
                 "HAS_BIAS": flags["HAS_BIAS"] and is_key,
@@ -73,11 +73,21 @@ def variants(arch: int | str) -> Iterator[Variant]:
             )
         for mode, flags in modes(head_dim):
             constants = shared | flags | {"ROWS": fused.sample_rows(padded)}
+            if flags["ACROSS"]:
+                del constants["RSTD"]
             yield f"shift D{head_dim} {mode}", fused_kernels._rope_key_shift, types, constants, {"num_warps": 8}
         constants = {"D": head_dim, "DP": padded, "ROWS": fused._RMS_ROWS, "TOGETHER": fused._RMS_HEADS, "TWO": True}
-        yield f"row rms D{head_dim}", fused_kernels._row_rms, types, constants, {"num_warps": 4}
-    constants = {"D": 128, "ROWS": 128, "HAS_LSE": True}
-    yield "finish scales", fused_kernels._finish_scales, types, constants, {"num_warps": 4}
+        yield f"row rms D{head_dim}", fused_norm._row_rms, types, constants, {"num_warps": 4}
+    constants = {"D": 128, "ROWS": 128, "HAS_LSE": True, "BEFORE": True}
+    yield "finish scales", fused_norm._finish_scales, types, constants, {"num_warps": 4}
+
+
+def traffic(compiled: object) -> dict[str, int]:
+    """Barriers, and loads and stores of shared memory, in a CUDA binary: what is exchanged between threads."""
+    sass = cuda_facts(compiled.asm["cubin"])[0] if "cubin" in compiled.asm else ""
+    return {
+        "barriers": len(re.findall(r"\bBAR\.", sass)), "exchanges": len(re.findall(r"\b(?:STS|LDS|LDSM)\b", sass)),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -87,7 +97,7 @@ def main() -> None:
         if wanted in name:
             known = {k: v for k, v in constants.items() if k in kernel.arg_names}
             compiled = aot_compile.compile_variant(kernel, types, known, options, target)
-            print(json.dumps(facts(name, compiled, target)), flush=True)
+            print(json.dumps(facts(name, compiled, target) | traffic(compiled)), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import triton
 
 from .bias import LOG2E, prepare, row_strides
 from .configs import Config, padded_head_dim
-from .fused_kernels import _finish_scales, _rms_rope_quantize, _rope_key_shift, _row_rms
-from .fused_tiles import Tile, key_tile, query_tile
+from .fused_kernels import _rms_rope_quantize, _rope_key_shift
+from .fused_norm import _finish_scales, _row_rms
+from .fused_tiles import Tile, heads_of_program, key_tile, query_tile
 from .launch import empty, launch, replay
 from .limits import interpreting
 from .quantize import QuantizedKey, QuantizedQuery
@@ -131,11 +132,14 @@ def _launch_keys(
     strides = row_strides(bias) if bias is not None else (0, 0)
     arguments |= dict(zip(("s_bias_b", "s_bias_h"), strides, strict=True))
     launch(
-        _rope_key_shift, (batch * heads,),
-        **arguments, N=length, NP=blocks * config.block_n, ROWS=sample_rows(padded), K=key.x, K2=_second(key),
-        HAS_BIAS=bias is not None, num_warps=8, **common,
+        _rope_key_shift, (batch * heads + 1,),
+        **arguments, N=length, NP=blocks * config.block_n, ROWS=sample_rows(padded),
+        K=key.x, K2=_second(key), HAS_BIAS=bias is not None, num_warps=8, **common,
     )  # fmt: skip
     tile = key_tile(padded, config)
+    if key.second is not None:
+        tile = tile._replace(held=False, ahead=False)  # with a choice of weights a row they would not fit registers
+    tile = tile._replace(heads=heads_of_program(tile, batch * heads * blocks))
     norms = made.key_norm
     launch(
         _rms_rope_quantize, (triton.cdiv(heads, tile.heads) * blocks, batch),
@@ -143,7 +147,7 @@ def _launch_keys(
         NORMS=norms if norms is not None else made.shift, LSE_TERM=made.shift, SQUARES=made.shift, factor=1.0,
         lse_factor=1.0, L=length, group=1, IS_KEY=True, HAS_BIAS=bias is not None,
         SCALES=config.block_n if per_token else 4 if config.gluon else 1, HAS_NORM=norms is not None, HAS_LSE=False,
-        EVEN=length % tile.rows == 0, **_shape(key, tile), **common,
+        EVEN=length % tile.rows == 0, **_shape(key, rope, tile), **common,
     )  # fmt: skip
 
 
@@ -190,7 +194,8 @@ def _launch_queries(
     across = norm.across and norm.eps is not None
     squares = empty((batch, heads, length), torch.float32, x.device) if across else made.query_scale
     unused, term = made.query_scale, made.lse_term
-    tile = query_tile(padded, config, across=across, lse=shift is not None)
+    tile = query_tile(padded, config, lse=shift is not None)
+    tile = tile._replace(heads=heads_of_program(tile, batch * heads * triton.cdiv(length, tile.rows)))
     launch(
         _rms_rope_quantize, (triton.cdiv(heads, tile.heads) * triton.cdiv(length, tile.rows), batch),
         **_arguments(query, norm, None), X=x, X2=_second(query),
@@ -198,14 +203,15 @@ def _launch_queries(
         SCALE=made.query_scale, NORMS=unused, LSE_TERM=term if term is not None else unused, SQUARES=squares,
         factor=scale * LOG2E / min(padded, 128), lse_factor=scale, L=length,
         group=heads // shift.shape[1] if shift is not None else 1, bias_rows=1, s_bias_b=0, s_bias_h=0, IS_KEY=False,
-        HAS_BIAS=False, SCALES=1, HAS_NORM=False, HAS_LSE=shift is not None, EVEN=length % tile.rows == 0,
-        **_shape(query, tile), **_common(query, norm, rope),
+        HAS_BIAS=False, SCALES=1, HAS_NORM=False, HAS_LSE=shift is not None,
+        EVEN=length % tile.rows == 0 and heads % tile.together == 0, **_shape(query, rope, tile),
+        **_common(query, norm, rope),
     )  # fmt: skip
     if across:
         launch(
             _finish_scales, (triton.cdiv(length, 128), batch),
             squares, made.query_scale, term if term is not None else unused, norm.eps, length, heads,
-            D=head_dim, ROWS=128, HAS_LSE=term is not None, num_warps=4,
+            D=head_dim, ROWS=128, HAS_LSE=term is not None, BEFORE=x.dtype == torch.float16, num_warps=4,
         )  # fmt: skip
 
 
@@ -264,11 +270,28 @@ def _common(rows: Rows, norm: Norm, rope: Rope) -> dict[str, object]:
     }
 
 
-def _shape(rows: Rows, tile: Tile) -> dict[str, object]:
+def _shape(rows: Rows, rope: Rope, tile: Tile) -> dict[str, object]:
     """Compile-time facts of a launch of the quantising kernel."""
     per_head = rows.cos is not None and rows.cos.shape[1] > 1
+    # Of halves that are turned in part, a word would hold channels of either kind.
+    whole = rows.cos is None or rope.interleaved or rope.dim == padded_head_dim(rows.x.shape[3])
+    words = whole and _in_words(rows.x, rows.second)
     options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
     return {
-        **options, "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads, "STAGES": tile.num_stages,
-        "PER_HEAD": per_head, "UPCAST": interpreting(), "num_warps": tile.num_warps,
+        **options, "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads, "WARPS": tile.num_warps,
+        "STAGES": tile.num_stages, "AHEAD": tile.ahead and words, "HELD": tile.held, "WORDS": words,
+        "WEIGHT_WORDS": words and _in_words(rows.weight, rows.second_weight), "PER_HEAD": per_head,
+        "UPCAST": interpreting(), "num_warps": tile.num_warps,
     }  # fmt: skip
+
+
+def _in_words(*tensors: torch.Tensor | None) -> bool:
+    """Whether two neighbours of the last axis may always be read as one word of 32 bits."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return all(
+        tensor.dtype == torch.bfloat16
+        and tensor.data_ptr() % 16 == 0
+        and tensor.shape[-1] % 2 == 0
+        and all(stride % 2 == 0 for stride in tensor.stride()[:-1])
+        for tensor in given
+    )

@@ -1,4 +1,4 @@
-"""The kernels of fused.py: shift of the keys, quantisation of either side, norm across heads."""
+"""The kernels of fused.py: shift of the keys, and quantisation of either side."""
 
 from __future__ import annotations
 
@@ -6,7 +6,24 @@ import triton
 import triton.language as tl
 
 from .bias import _kept
-from .fused_parts import _angles, _normed_and_rotated, _row_peaks, _store_keys, _store_queries, _tile, _weights_of_rows
+from .fused_norm import _inverse_rms
+from .fused_parts import (
+    _angles,
+    _as_rows,
+    _dealt,
+    _load_channels,
+    _load_pairs,
+    _load_raw,
+    _numbers,
+    _pairs_of,
+    _row_numbers,
+    _rows_of,
+    _squares,
+    _summed,
+    _turned,
+    _weights,
+)
+from .fused_stores import _as_written, _peaks, _write_keys, _write_queries
 from .quantize_kernels import _finite, _hadamard, _rotate
 
 
@@ -14,20 +31,22 @@ from .quantize_kernels import _finite, _hadamard, _rotate
 def _rope_key_shift(
     K, K2, W, W2, COS, SIN, RSTD, BIAS, SHIFT, ROTATION, eps, N, NP, split, heads, bias_rows,
     s_b, s_h, s_l, s_b2, s_h2, s_l2, s_cb, s_ch, s_cl, s_cj, s_bias_b, s_bias_h,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr,
-    NORM: tl.constexpr, ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr,
+    HALVES: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """SHIFT[B, Hkv, 2, DP / 2] = mean of the firsts and of the seconds of the pairs over a sample of the kept keys.
 
-    ROTATION[B, B] is written for _rms_rope_quantize.
+    ROTATION[B, B] is written for _rms_rope_quantize by the last program.
     """
     head = tl.program_id(0).to(tl.int64)
     b = head // heads
     h = head % heads
     HALF: tl.constexpr = DP // 2
-    if head == 0:
+    if head == tl.num_programs(0) - 1:
         i = tl.arange(0, B)
         tl.store(ROTATION + i[:, None] * B + i[None, :], _hadamard(B).to(ROTATION.dtype.element_ty))
+        return
     K += b * s_b
     K2 += b * s_b2
     COS += b * s_cb
@@ -35,37 +54,42 @@ def _rope_key_shift(
     BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
     if RSTD is not None:
         RSTD += b * N
-    i = tl.arange(0, ROWS)
+    i = tl.arange(0, ROWS)[None, :, None, None, None]
+    of = i * 0 + h.to(tl.int32)
     rows = tl.where(N <= ROWS, i, (i.to(tl.int64) * N // ROWS).to(tl.int32))
     count = tl.zeros([], tl.float32)
-    first = tl.zeros([HALF], tl.float32)
-    second = tl.zeros([HALF], tl.float32)
+    first = tl.zeros([4, 1, HALF // 16, 4], tl.float32)
+    second = tl.zeros([4, 1, HALF // 16, 4], tl.float32)
     start = 0
     # Where the sample holds no key that is kept, the first block that does.
     while (count == 0) & (start < N):
         keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, N, HAS_BIAS)
-        of = h + tl.zeros([ROWS], tl.int32)
+        row = tl.minimum(rows, N - 1)
+        place = _dealt(row)
+        source, step = _rows_of(K, K2, place, split, s_h, s_l, s_h2, s_l2, TWO)
+        x, y = _load_pairs(source + h * step, _dealt(keep), D, HALF, R, HALVES, False)
+        rstd = keep.to(tl.float32)
+        if NORM:
+            if ACROSS:
+                rstd *= tl.load(RSTD + row)
+            else:
+                rstd *= tl.math.rsqrt(_squares(x, y) * (1.0 / D) + eps)
+        if HAS_WEIGHT:
+            wa, wb = _weights(W, W2, _dealt(of), place, split, D, HALF, R, HALVES, ACROSS, TWO, False)
+            x *= wa
+            y *= wb
         if R > 0:
-            cos, sin = _angles(COS, SIN, of, rows, keep, s_ch, s_cl, s_cj, 1, HALF, R)
-        else:
-            cos, sin = 1.0, 0.0
-        weights = _weights_of_rows(
-            W, W2, h + tl.arange(0, 1), heads, rows, split, D, HALF, R, HALVES, ACROSS, HAS_WEIGHT, TWO
-        )
-        x, y, _, rstd = _normed_and_rotated(
-            K, K2, weights, (cos, sin, sin, cos), RSTD, of, rows, keep, split, eps, s_h, s_l, s_h2, s_l2,
-            1, D, HALF, R, HALVES, NORM, ACROSS, HAS_WEIGHT, TWO,
-        )  # fmt: skip
-        rstd = tl.where(keep[None, :], rstd, 0.0)[:, :, None]
-        count = tl.sum(keep.to(tl.float32), 0)
-        first = tl.sum(_finite(x * rstd).reshape([ROWS, HALF]), 0)
-        second = tl.sum(_finite(y * rstd).reshape([ROWS, HALF]), 0)
+            cos, sin = _angles(COS, SIN, _dealt(of), place, s_ch, s_cl, s_cj, HALF, R)
+            x, y = _turned(x, y, (cos, sin, sin, cos))
+        count = tl.sum(keep.to(tl.float32).reshape([ROWS]), 0)
+        first = tl.sum(_finite(x * rstd), 1)
+        second = tl.sum(_finite(y * rstd), 1)
         rows = start + i
         start += ROWS
     scale = 1.0 / tl.maximum(count, 1.0)
-    j = tl.arange(0, HALF)
-    tl.store(SHIFT + head * DP + j, first * scale)
-    tl.store(SHIFT + head * DP + HALF + j, second * scale)
+    j = _numbers(HALF, 4)
+    tl.store(SHIFT + head * DP + j, _dealt(first[:, None] * scale))
+    tl.store(SHIFT + head * DP + HALF + j, _dealt(second[:, None] * scale))
 
 
 @triton.jit(do_not_specialize=["L", "split", "heads", "bias_rows", "group"])
@@ -74,14 +98,17 @@ def _rms_rope_quantize(
     eps, factor, lse_factor, L, split, heads, group, bias_rows,
     s_b, s_h, s_l, s_b2, s_h2, s_l2, s_cb, s_ch, s_cl, s_cj, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
-    HEADS: tl.constexpr, STAGES: tl.constexpr,
-    R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    TWO: tl.constexpr, PER_HEAD: tl.constexpr, IS_KEY: tl.constexpr, HAS_BIAS: tl.constexpr, SCALES: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
+    HEADS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HELD: tl.constexpr,
+    WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr,
+    ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr, PER_HEAD: tl.constexpr, IS_KEY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program ROWS rows of HEADS heads, TOGETHER at a time (keys: one), which share angles and the rotation.
 
-    Programs of the same rows follow each other: their heads lie side by side in memory.
+    Programs of the same rows follow each other: their heads lie side by side in memory.  What lies past the last row or
+    head is read as that, and not written.  HELD: angles and weights stay in registers from head to head.
+    AHEAD: a head's values are loaded while the one before is worked on, for as many registers.
     """
     # On one axis of the grid: CUDA counts no further than 65535 on the others, and blocks of queries are small.
     parts = tl.cdiv(heads, HEADS)
@@ -90,8 +117,9 @@ def _rms_rope_quantize(
     block = blocks - 1 - tl.program_id(0) // parts
     b = tl.program_id(1).to(tl.int64)
     HALF: tl.constexpr = DP // 2
-    rows = block * ROWS + tl.arange(0, ROWS)
-    inside = rows < L
+    M: tl.constexpr = TOGETHER * ROWS
+    W_ROWS: tl.constexpr = 8 * min(WARPS, max(1, M // 16))  # of a tile, see fused_parts.py
+    SHARED: tl.constexpr = ROWS <= 8  # a thread has several heads of one row
     X += b * s_b
     X2 += b * s_b2
     COS += b * s_cb
@@ -101,111 +129,92 @@ def _rms_rope_quantize(
     i = tl.arange(0, B)
     rotation = tl.load(ROTATION + i[:, None] * B + i[None, :])
     dtype: tl.constexpr = tl.float32 if UPCAST else X.dtype.element_ty
-    m = tl.arange(0, TOGETHER * ROWS)
-    row = block * ROWS + m % ROWS
-    if R > 0 and not PER_HEAD:
-        cos, sin = _angles(COS, SIN, rows * 0, rows, inside, 0, s_cl, s_cj, 1, HALF, R)
-    else:
-        cos, sin = 1.0, 0.0
-    if not ACROSS:
-        wa, wb = _weights_of_rows(
-            W, W2, tl.arange(0, 1), heads, rows, split, D, HALF, R, HALVES, False, HAS_WEIGHT, TWO
-        )
+    R_ROWS: tl.constexpr = M // W_ROWS
+    m = _row_numbers(W_ROWS, R_ROWS)
+    of = m // ROWS
+    at_row = block * ROWS + (_row_numbers(W_ROWS, 1) if SHARED else m) % ROWS
+    row = tl.minimum(at_row, L - 1)
+    place = _dealt(row)
+    source, step = _rows_of(X, X2, place, split, s_h, s_l, s_h2, s_l2, TWO)
+    cos, sin, wa, wb = 1.0, 0.0, 1.0, 1.0
+    HELD_TURN: tl.constexpr = R > 0 and HELD and not PER_HEAD
+    HELD_WEIGHT: tl.constexpr = HAS_WEIGHT and HELD and not ACROSS
+    if HELD_TURN:
+        cos, sin = _angles(COS, SIN, place * 0, place, s_ch, s_cl, s_cj, HALF, R)
+    if HELD_WEIGHT:
+        wa, wb = _weights(W, W2, place * 0, place, split, D, HALF, R, HALVES, False, TWO, WEIGHT_WORDS)
     # A thread that holds several heads of a row keeps their turn with the weights in it: two factors fewer a pair.
-    FOLDED: tl.constexpr = TOGETHER > 1 and HAS_WEIGHT and R > 0 and not ACROSS and not PER_HEAD
+    FOLDED: tl.constexpr = HELD_TURN and HELD_WEIGHT and SHARED
     turn = (cos * wa, sin * wb, sin * wa, cos * wb) if FOLDED else (cos, sin, sin, cos)
-    j = tl.arange(0, HALF)
+    # The factor 1 / rms can wait for the scales where no size is too much for the 16 bits before the rotation.
+    BEFORE: tl.constexpr = NORM and (IS_KEY or X.dtype.element_ty == tl.float16)
     start = tl.program_id(0) % parts * HEADS
-    for first in tl.range(start, tl.minimum(start + HEADS, heads), TOGETHER, num_stages=STAGES):
-        h = first + tl.arange(0, TOGETHER)
+    end = tl.minimum(start + HEADS, heads)
+    if AHEAD:
+        h = tl.minimum(start + of, heads - 1)
+        raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
+    for first in tl.range(start, end, TOGETHER, num_stages=STAGES):
         head = b * heads + first  # of the first one
-        of = first + m // ROWS
-        keep = (row < L) & (of < heads)
-        if HAS_BIAS:
-            keep = _kept(BIAS + (b * s_bias_b + first * bias_rows * s_bias_h) * (blocks * ROWS), bias_rows,
-                         s_bias_h * (blocks * ROWS), rows, L, HAS_BIAS)  # fmt: skip
-        if R > 0 and PER_HEAD:
-            cos_h, sin_h = _angles(COS, SIN, of, row, keep, s_ch, s_cl, s_cj, TOGETHER, HALF, R)
-            turn_h = (cos_h, sin_h, sin_h, cos_h)
-        else:
-            turn_h = turn
-        if ACROSS:
-            weights = _weights_of_rows(W, W2, h, heads, rows, split, D, HALF, R, HALVES, True, HAS_WEIGHT, TWO)
-        else:
-            weights = (wa, wb)
-        x, y, squares, rstd = _normed_and_rotated(
-            X, X2, weights, turn_h, RSTD, of, row, keep, split, eps, s_h, s_l, s_h2, s_l2,
-            TOGETHER, D, HALF, R, HALVES, NORM, ACROSS, HAS_WEIGHT and not FOLDED, TWO,
-        )  # fmt: skip
-        if IS_KEY:
-            x = tl.fma(x, rstd[:, :, None], -tl.load(SHIFT + head * DP + j)[None, None, :])
-            y = tl.fma(y, rstd[:, :, None], -tl.load(SHIFT + head * DP + HALF + j)[None, None, :])
-            if HAS_BIAS or not EVEN:
-                x = tl.where(keep[None, :, None], x, 0.0)
-                y = tl.where(keep[None, :, None], y, 0.0)
-        else:
-            x *= rstd[:, :, None]
-            y *= rstd[:, :, None]
-        z = tl.join(x, y).reshape([TOGETHER * ROWS, DP]).to(X.dtype.element_ty)
-        z = _rotate(z.to(dtype), rotation.to(dtype), TOGETHER * ROWS, DP, B)
-        peak = _row_peaks(z, DP, B)
-        if IS_KEY:
-            _store_keys(z, peak, Y, SCALE, NORMS, head, block, blocks, ROWS, DP, SCALES, HAS_NORM)
-        else:
-            there = inside[None, :] & (h < heads)[:, None]
-            at = ((head + tl.arange(0, TOGETHER)) * L)[:, None] + rows[None, :]
-            if ACROSS and RSTD is None:
-                # Without the other heads 1 / rms isn't known yet: _finish_scales puts it in.
-                size = (squares * (1.0 / D) + eps) * rstd  # the head's own rms
-                tl.store(SQUARES + at, squares, mask=there)
+        h = tl.minimum(first + of, heads - 1)
+        if not AHEAD:
+            raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
+        x, y = _pairs_of(raw, raw2, HALVES, WORDS)
+        squares = 0.0
+        rstd = tl.full([1, 1, 1, 1, 1], 1.0, tl.float32)
+        if NORM:
+            if ACROSS and IS_KEY:
+                rstd = tl.load(RSTD + row)
             else:
-                size = tl.full([TOGETHER, ROWS], 1.0, tl.float32)
+                squares = _squares(x, y)
+                rstd = _inverse_rms(squares, eps, D, ACROSS)
+        if HAS_WEIGHT and not FOLDED:
+            va, vb = wa, wb
+            if not HELD_WEIGHT:
+                va, vb = _weights(W, W2, _dealt(h), place, split, D, HALF, R, HALVES, ACROSS, TWO, WEIGHT_WORDS)
+            x *= va
+            y *= vb
+        if R > 0:
+            turn_h = turn
+            if not HELD_TURN:
+                cos_h, sin_h = _angles(COS, SIN, _dealt(h) if PER_HEAD else place * 0, place, s_ch, s_cl, s_cj, HALF, R)
+                turn_h = (cos_h, sin_h, sin_h, cos_h)
+            x, y = _turned(x, y, turn_h)
+        if IS_KEY:
+            j = _numbers(HALF, 4)
+            x = x * rstd - _load_channels(SHIFT + head * DP, j, None, 1, 1)
+            y = y * rstd - _load_channels(SHIFT + head * DP + HALF, j, None, 1, 1)
+        elif BEFORE:
+            x *= rstd
+            y *= rstd
+        if AHEAD:
+            # What is known of the loaded values is in x and y by now, so that the next ones can take their registers.
+            later = tl.minimum(tl.where(first + TOGETHER < end, first + TOGETHER, first) + of, heads - 1)
+            raw, raw2 = _load_raw(source + _dealt(later) * step, None, D, HALF, R, HALVES, WORDS, True)
+        z = _rotate(_as_rows(x, y, DP).to(X.dtype.element_ty).to(dtype), rotation.to(dtype), M, DP, B)
+        z = _as_written(z, W_ROWS)
+        peak = _peaks(z, B)
+        if IS_KEY:
+            if HAS_BIAS:
+                keep = _kept(BIAS + (b * s_bias_b + first * bias_rows * s_bias_h) * (blocks * ROWS), bias_rows,
+                             s_bias_h * (blocks * ROWS), at_row.reshape([W_ROWS, R_ROWS]), L, HAS_BIAS)  # fmt: skip
+                z = tl.where(keep[None, :, :, None, None], z, 0.0)
+            else:
+                keep = None if EVEN else (at_row < L).reshape([W_ROWS, R_ROWS])
+            _write_keys(z, peak, keep, Y, SCALE, NORMS, head * blocks + block, ROWS, DP, SCALES, HAS_NORM)
+        else:
+            there = (at_row < L) & (first + of < heads)
+            at = (b * heads + h) * L + row
+            if ACROSS:
+                tl.store(SQUARES + at, squares, mask=there)  # 1 / rms is not known without the other heads
             if HAS_LSE:
-                kv = SHIFT + ((b * (heads // group) + h // group) * DP)[:, None, None] + j[None, None, :]
-                kept = (h < heads)[:, None, None]
-                shift, shift2 = tl.load(kv, mask=kept, other=0.0), tl.load(kv + HALF, mask=kept, other=0.0)
-                tl.store(LSE_TERM + at, tl.sum(x * shift + y * shift2, 2) * lse_factor * size, mask=there)
-            scale = factor * size.reshape([TOGETHER * ROWS])
-            _store_queries(z, peak, Y, SCALE, b * heads + of, row, keep, L, scale, DP)
-
-
-@triton.jit(do_not_specialize=["L", "split", "heads"])
-def _row_rms(
-    X, X2, RSTD, eps, L, split, heads, s_b, s_h, s_l, s_b2, s_h2, s_l2,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, TWO: tl.constexpr,
-):  # fmt: skip
-    """RSTD[B, L] = 1 / rms over all heads of a token, TOGETHER of them at a time."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    b = tl.program_id(1).to(tl.int64)
-    HALF: tl.constexpr = DP // 2
-    m = tl.arange(0, TOGETHER * ROWS)
-    row = tl.program_id(0) * ROWS + m % ROWS
-    squares = tl.zeros([TOGETHER, ROWS, HALF], tl.float32)
-    for first in range(0, heads, TOGETHER):
-        h = first + m // ROWS
-        there = (row < L) & (h < heads)
-        x, y = _tile(X + b * s_b, h, row, there & (row < split), s_h, s_l, TOGETHER, D, HALF, 0, False)
-        squares += x * x + y * y
-        if TWO:
-            behind = there & (row >= split)
-            x2, y2 = _tile(X2 + b * s_b2, h, row - split, behind, s_h2, s_l2, TOGETHER, D, HALF, 0, False)
-            squares += x2 * x2 + y2 * y2
-    total = tl.sum(tl.sum(squares, 0), 1)
-    tl.store(RSTD + b * L + rows, tl.math.rsqrt(total / (heads * D) + eps), mask=rows < L)
-
-
-@triton.jit(do_not_specialize=["L", "heads"])
-def _finish_scales(SQUARES, SCALE, LSE_TERM, eps, L, heads, D: tl.constexpr, ROWS: tl.constexpr, HAS_LSE: tl.constexpr):
-    """Multiply the query scales by 1 / rms over all heads, from the sums of squares of each."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    first = tl.program_id(1).to(tl.int64) * heads * L + rows
-    inside = rows < L
-    squares = tl.zeros([ROWS], tl.float32)
-    for h in range(heads):
-        squares += tl.load(SQUARES + first + h * L, mask=inside, other=0.0)
-    rstd = tl.math.rsqrt(squares / (heads * D) + eps)
-    for h in range(heads):
-        at = first + h * L
-        tl.store(SCALE + at, tl.load(SCALE + at, mask=inside) * rstd, mask=inside)
-        if HAS_LSE:
-            tl.store(LSE_TERM + at, tl.load(LSE_TERM + at, mask=inside) * rstd, mask=inside)
+                shift = SHIFT + (b * (heads // group) + _dealt(h) // group) * DP
+                j = _numbers(HALF, 4)
+                first_shift = _load_channels(shift, j, None, 1, 1)
+                term = _summed(x * first_shift + y * _load_channels(shift + HALF, j, None, 1, 1)) * lse_factor
+                tl.store(LSE_TERM + at, term * rstd if NORM and not BEFORE and not ACROSS else term, mask=there)
+            scale = factor
+            if NORM and not BEFORE and not ACROSS:
+                scale = factor * rstd.reshape([W_ROWS, R_ROWS])
+            at = at.reshape([W_ROWS, R_ROWS])
+            inside = None if EVEN else there.reshape([W_ROWS, R_ROWS])
+            _write_queries(z, peak, Y, SCALE, at, inside, scale, DP)

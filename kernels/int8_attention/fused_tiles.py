@@ -4,48 +4,71 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
+
 from .configs import Config
 
 
 class Tile(NamedTuple):
-    """Launch of the quantising kernel: rows and heads of a tile, heads of a program, warps, stages of its loop.
+    """Launch of the quantising kernel: rows and heads of a tile, heads of a program at most, warps.
 
+    num_stages: of its loop; where products are mma.sync two of them take fewer registers than one.
     max_registers: of a thread, where the compiler would take a few more than let another program run beside it.
+    held: whether angles and weights stay in registers from head to head.  ahead: whether the values of the next head
+    are loaded before this one is done.  beside: programs that an SM runs at once.
     """
 
     rows: int
     together: int
     heads: int
     num_warps: int
-    num_stages: int
     max_registers: int | None = None
+    held: bool = True
+    ahead: bool = False
+    beside: int = 1
+    num_stages: int = 1
 
 
-# Queries: rows of a tile at head_dim 128, heads of a tile, heads of a program, warps, stages, registers. With 8 heads
-# of a row a thread has few angles to hold; 168 registers let three programs run on a Hopper SM. Not measured yet.
-_QUERIES = Tile(8, 8, 16, 4, 1, 168)
-_QUERIES_ACROSS = _QUERIES._replace(heads=40)  # their weights differ by head, so a program has less to hold
-# Keys of one scale belong to one head, and a tile of theirs is the block of keys that the attention reads: fastest of
-# some twenty variants on an H200. Three stages, 8 to 14 % faster there, are more shared memory than most chips have.
-_KEYS, _HOPPER_STAGES = Tile(128, 1, 4, 8, 1), 3
+# On an H200; both sides of the H3 window in 0.327 ms, where a copy takes 0.193. Rows are those of a tile up to head_dim
+# 128. Eight make all of a thread's queries heads of one row, with the same angles; held in registers 0.332.
+_QUERIES = Tile(8, 8, 16, 4, 128, held=False, beside=4)
+# Keys of one scale belong to one head, and a tile of theirs is the block of keys that the attention reads. Angles that
+# are read again, for two programs beside one another, 0.452; four heads a program 0.345.
+_KEYS = Tile(128, 1, 16, 8, held=True, ahead=True)
 _PORTABLE = 2  # as many more warps: elsewhere, with products by mma.sync, 64 channels a thread don't fit its registers
+_SMS = 132  # of a large GPU
 
 
-def query_tile(padded: int, config: Config, *, across: bool, lse: bool) -> Tile:
-    """The launch for queries of this padded head_dim; across: under a norm across heads."""
-    tile = _QUERIES_ACROSS if across else _QUERIES
+def query_tile(padded: int, config: Config, *, lse: bool) -> Tile:
+    """The launch for queries of this padded head_dim; lse: whether they get their part of the LSE."""
+    tile = _QUERIES
     return tile._replace(
-        rows=max(1, tile.rows * 128 // padded),
+        rows=min(tile.rows, tile.rows * 128 // padded),
         num_warps=tile.num_warps * (1 if config.gluon else _PORTABLE),
-        max_registers=tile.max_registers if config.gluon and not lse else None,
+        held=tile.held if config.gluon else padded <= 128,
+        ahead=tile.ahead and config.gluon,
+        max_registers=tile.max_registers if config.gluon and not lse and padded <= 128 else None,
     )
 
 
 def key_tile(padded: int, config: Config) -> Tile:
     """The launch for keys of this padded head_dim."""
-    stages = _HOPPER_STAGES if padded == 128 else 1
-    if not config.gluon:
-        stages = min(2, config.num_stages)  # more than one where there is shared memory for it
     elements = config.block_n * padded * (1 if config.gluon else _PORTABLE)
     num_warps = max(1, min(_KEYS.num_warps, _KEYS.num_warps * elements // (_KEYS.rows * 128)))
-    return _KEYS._replace(rows=config.block_n, num_warps=num_warps, num_stages=stages)
+    return _KEYS._replace(
+        rows=config.block_n,
+        num_warps=num_warps,
+        max_registers=_KEYS.max_registers if config.gluon and padded == 128 else None,
+        held=_KEYS.held or not config.gluon,
+        ahead=_KEYS.ahead and config.gluon and padded == 128,
+        num_stages=1 if config.gluon else min(2, config.num_stages),
+    )
+
+
+def heads_of_program(tile: Tile, tiles: int) -> int:
+    """Heads of a program of `tiles` [rows of one head]: so many that all programs run at once, but never too many.
+
+    What a program needs for all of its heads, it needs once; a second round of programs would leave most SMs idle.
+    """
+    wanted: int = triton.next_power_of_2(triton.cdiv(tiles, _SMS * tile.beside))
+    return max(tile.together, min(tile.heads, wanted))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .bias import _kept
-from .fused_parts import _store_keys, _store_queries
+from .fused_stores import _round_scaled
 from .quantize_kernels import _finite, _inverse
 
 
@@ -132,3 +132,41 @@ def _linear_qk(
         keep = _kept(BIAS + first, bias_rows, s_bias_h * NP, rows, L, HAS_BIAS)
         y = tl.where(keep[:, None], y - tl.load(SHIFT + head * DP + d)[None, :], 0.0)
         _store_keys(y, _peaks(y), Y, SCALE, NORMS, head, block, blocks, ROWS, DP, SCALES, HAS_NORM)
+
+
+@triton.jit
+def _store_queries(x, peak, Y, SCALE, head, rows, keep, L, factor, DP: tl.constexpr):
+    """Round rows [ROWS, DP] with a scale each; `factor` [ROWS] or a scalar holds the softmax scale and its sign."""
+    stored = head * L + rows
+    tl.store(SCALE + stored, peak / 127.0 * tl.abs(factor), mask=keep)
+    sign = tl.where(factor < 0, -1.0, 1.0)  # so that scores times their scale keep the order of the int8 scores
+    rounded = _round_scaled(x, (_inverse(peak) * sign)[:, None])
+    tl.store(Y + stored[:, None] * DP + tl.arange(0, DP)[None, :], rounded, mask=keep[:, None])
+
+
+@triton.jit
+def _store_keys(
+    x, peak, Y, SCALE, NORMS, head, block, blocks, ROWS: tl.constexpr, DP: tl.constexpr, SCALES: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Round a block of keys [ROWS, DP] with SCALES (1, 4 or ROWS) scales; rows that don't count are 0.
+
+    peak: [ROWS], the largest magnitude of each; NaN makes its whole group NaN.
+    """
+    tile = head * blocks + block
+    rows = tl.arange(0, ROWS)
+    if SCALES == ROWS:
+        tl.store(SCALE + tile * ROWS + rows, peak / 127.0)
+    elif SCALES == 4:
+        bad4 = tl.sum(tl.sum((peak * 0.0).reshape([ROWS // 8, 4, 2]), 2), 0)
+        peak4 = tl.max(tl.max(peak.reshape([ROWS // 8, 4, 2]), 2), 0) + bad4
+        tl.store(SCALE + tile * 4 + tl.arange(0, 4), peak4 / 127.0)
+        peak = tl.broadcast_to(peak4[None, :, None], [ROWS // 8, 4, 2]).reshape([ROWS])
+    else:
+        most = tl.max(peak, 0) + tl.sum(peak * 0.0, 0)
+        tl.store(SCALE + tile, most / 127.0)
+        peak = tl.broadcast_to(most[None], [ROWS])
+    if HAS_NORM:
+        tl.store(NORMS + tile, tl.sqrt(tl.max(tl.sum(x * x, 1), 0)))
+    at = (tile * ROWS + rows)[:, None] * DP + tl.arange(0, DP)[None, :]
+    tl.store(Y + at, _round_scaled(x, _inverse(peak)[:, None]))

@@ -136,10 +136,39 @@ def quantize(
     shifted = _shift(key, attn_mask, config, query.shape[1] // key.shape[1], kept)
     if only_shift:
         shifted = shifted._replace(bias=None, bias_rows=1)
+    q, k = _both(query, key, shifted, scale, config, lse=lse, per_token=per_token)
+    return join(q, k if kept is None else k._replace(bias=None))
+
+
+def quantize_pair(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    scale: float,
+    config: Config,
+    *,
+    lse: bool,
+    per_token: bool = False,
+) -> tuple[QuantizedQuery, QuantizedKey]:
+    """Quantise as quantize() does, to the same bits, and return both parts."""
+    shifted = _shift(key, attn_mask, config, query.shape[1] // key.shape[1])
+    return _both(query, key, shifted, scale, config, lse=lse, per_token=per_token)
+
+
+def _both(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    shifted: _Shifted,
+    scale: float,
+    config: Config,
+    *,
+    lse: bool,
+    per_token: bool,
+) -> tuple[QuantizedQuery, QuantizedKey]:
     k = _empty_key(key, config, per_token, shifted)
     q = _empty_query(query, shifted.shift if lse else None)
     _launch(query, key, q, k, shifted, scale, config, lse=lse, queries=True, keys=True)
-    return join(q, k if kept is None else k._replace(bias=None))
+    return q, k
 
 
 def join(query: QuantizedQuery, key: QuantizedKey) -> Quantized:

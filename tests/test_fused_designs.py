@@ -1,0 +1,146 @@
+"""The designs of the fused quantisation kernel answer alike: how it loads, what it holds, what a program does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.language as tl
+
+from sdpa_router import quantize_qk, rms_rope_quantize
+from sdpa_router.kernels.int8_attention import fused, fused_parts
+from sdpa_router.kernels.int8_attention.fused_tiles import Tile, heads_of_program, key_tile, query_tile
+from sdpa_router.kernels.int8_attention.launch import forget
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PARTS = ("query", "query_scale", "key", "key_scale", "key_shift", "lse_term")
+
+
+@pytest.fixture(autouse=True)
+def _launched_anew():
+    """Launches that are remembered would hide a design that changed since."""
+    forget()
+    yield
+    forget()
+
+
+def arguments(*, across=False, two=False, dtype=torch.bfloat16, heads=3, length=40, head_dim=64):
+    """A call's tensors: query and key [1, heads, length, head_dim] with heads inside, weights, and angles of halves."""
+    sides = [
+        torch.randn(1, length, heads, head_dim, device=DEVICE).to(dtype).transpose(1, 2) + offset for offset in (0, 0.5)
+    ]
+    weights = [(torch.rand(heads * head_dim if across else head_dim, device=DEVICE) + 0.5).to(dtype) for _ in sides]
+    turn = 6.3 * torch.rand(length, head_dim // 2, device=DEVICE)
+    if two:
+        sides = [(x[:, :, :13], x[:, :, 13:]) for x in sides]
+    return (*sides, *weights, turn.cos(), turn.sin())
+
+
+def quantized(call, interleaved):
+    return rms_rope_quantize(*call, interleaved=interleaved, eps=1e-6, lse=True)
+
+
+def same(one, other):
+    return [name for name in PARTS if not torch.equal(getattr(one, name), getattr(other, name))] == []
+
+
+@pytest.fixture
+def designed(monkeypatch):
+    """A function that changes fields of both launches."""
+
+    def change(**fields):
+        for name, usual in (("query_tile", query_tile), ("key_tile", key_tile)):
+            monkeypatch.setattr(fused, name, lambda *a, _usual=usual, **k: _usual(*a, **k)._replace(**fields))
+        forget()
+
+    return change
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("across", "two"), [(True, False), (False, True)])
+def test_words_are_two_channels(monkeypatch, interleaved, across, two):
+    call = arguments(across=across, two=two)
+    answers = []
+    usual = fused._in_words
+    monkeypatch.setattr(fused, "_in_words", lambda *x: answers.append(usual(*x)) or answers[-1])
+    words = quantized(call, interleaved)
+    assert answers == [True] * 4
+    monkeypatch.setattr(fused, "_in_words", lambda *x: False)
+    forget()
+    assert same(words, quantized(call, interleaved))
+
+
+def test_no_words_where_they_would_be_cut():
+    x = torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)
+    assert fused._in_words(x)
+    assert fused._in_words(x, None)
+    assert not fused._in_words(x.half())
+    assert not fused._in_words(x[..., 1:])
+    assert not fused._in_words(x.flatten()[:505].as_strided((1, 4, 2, 62), (505, 126, 63, 1)))
+    assert not fused._in_words(torch.zeros(1, 4, 2, 63, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("across", [False, True])
+def test_what_is_loaded_ahead_is_what_would_be_loaded_then(designed, interleaved, across):
+    call = arguments(across=across)
+    expected = quantized(call, interleaved)
+    designed(ahead=True, heads=16)
+    assert same(quantized(call, interleaved), expected)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_what_is_not_held_is_read_again(designed, interleaved):
+    call = arguments(dtype=torch.float16)
+    expected = quantized(call, interleaved)
+    designed(held=False)
+    fresh = quantized(call, interleaved)
+    # Of queries weights and angles are multiplied in another order: a rounding that falls the other way is a step.
+    assert torch.equal(fresh.key, expected.key)
+    assert (fresh.query.int() - expected.query).abs().max() <= 1
+    assert (fresh.query != expected.query).float().mean() < 0.02
+    assert torch.allclose(fresh.query_scale, expected.query_scale, rtol=2e-3)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a compiled kernel does not look at the changed constant")
+@pytest.mark.parametrize("two", [False, True])
+def test_the_order_of_axes_changes_nothing(monkeypatch, two):
+    call = arguments(two=two)
+    expected = quantized(call, True)
+    monkeypatch.setattr(fused_parts, "LAST_FIRST", tl.constexpr(not fused_parts.LAST_FIRST.value))
+    assert same(quantized(call, True), expected)
+
+
+@pytest.mark.parametrize("precision", ["auto", "high"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_without_norm_and_rope_it_is_the_plain_quantiser(precision, masked):
+    query, key = arguments(dtype=torch.float16)[:2]
+    options = {
+        "attn_mask": torch.rand(1, 1, 1, 40, device=DEVICE) > 0.4 if masked else None,
+        "scale": 0.3, "lse": True, "precision": precision,
+    }  # fmt: skip
+    fresh = rms_rope_quantize(query, key, None, None, None, None, interleaved=True, eps=None, **options)
+    plain = quantize_qk(query, key, **options)
+    assert fresh.layout == plain.layout
+    assert same(fresh, plain)
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_an_empty_segment_is_no_segment(empty):
+    query, key, query_weight, key_weight, *angles = arguments(dtype=torch.float16)
+    expected = rms_rope_quantize(query, key, query_weight, key_weight, *angles, interleaved=True, eps=1e-6, lse=True)
+    split = 40 * empty
+    parts = [(x[:, :, :split], x[:, :, split:]) for x in (query, key)]
+    other = torch.full_like(query_weight, 7.0)
+    weights = [(w, other) if empty else (other, w) for w in (query_weight, key_weight)]
+    for given in (weights, (query_weight, key_weight)):
+        assert same(rms_rope_quantize(*parts, *given, *angles, interleaved=True, eps=1e-6, lse=True), expected)
+
+
+def test_heads_of_a_program():
+    """All programs at once where one round is enough for them; else as many heads as the tile allows."""
+    tile = Tile(128, 1, 16, 8, beside=2)
+    assert heads_of_program(tile, 40) == 1
+    assert heads_of_program(tile, 2 * 264) == 2
+    assert heads_of_program(tile, 2 * 264 + 1) == 4
+    assert heads_of_program(tile, 10**6) == 16
+    assert heads_of_program(tile._replace(together=8), 40) == 8
