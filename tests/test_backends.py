@@ -345,7 +345,11 @@ def test_what_is_no_reason_is_an_error_of_the_backend(registered, where, given):
 
 @pytest.mark.parametrize(
     "limits",
-    [{"dtypes": BF16}, {"head_dims": 64}, {"masks": ("per key",)}, {"causal": True}, {"error": "small"}, {"error": -1}],
+    [
+        *({"dtypes": BF16}, {"head_dims": 64}, {"masks": ("per key",)}, {"causal": True}),
+        *({"error": "small"}, {"error": -1}, {"max_head_dim": "64"}, {"max_head_dim": 0}, {"gqa": None}),
+        *({"lse": "yes"}, {"blind": 0}, {"positive_scale": 1}, {"max_scale": "1"}, {"max_scale": float("nan")}),
+    ],
 )
 def test_limits_that_say_nothing(limits):
     with pytest.raises((TypeError, ValueError), match="accepted"):
@@ -364,6 +368,19 @@ def failing(registered):
 
     registered(mine(run=run))
     return calls
+
+
+def test_an_error_that_takes_no_decision_surfaces(registered):
+    @dataclasses.dataclass(frozen=True)
+    class FrozenError(Exception):
+        size: int
+
+    def run(call, settings, attention):
+        raise FrozenError(3)
+
+    registered(mine(run=run))
+    with route(backends=("mine",)), pytest.raises(FrozenError):
+        F.scaled_dot_product_attention(*draw())
 
 
 def test_an_error_surfaces_with_the_decision(registered):
