@@ -49,7 +49,7 @@ def _point(values: dict[str, Any]) -> Point:
     numbers = (size.batch, size.heads, size.q_len, size.kv_len, size.head_dim)
     if not all(type(n) is int and n > 0 for n in numbers) or size.mask not in MASKS or type(size.is_causal) is not bool:
         raise ValueError(f"given {size}, accepted: positive whole sizes, a mask of {', '.join(MASKS)}")
-    if not all(math.isfinite(value) and value > 0 for value in ms.values()):
+    if not all(math.isfinite(value) and value / size.operations > 0 for value in ms.values()):
         raise ValueError(f"given {ms} ms, accepted: positive numbers")
     return Point(size, ms)
 

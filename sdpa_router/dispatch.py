@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Hashable
 from enum import Enum
@@ -222,9 +223,10 @@ def _without(sighting: Sighting, call: Call, reasons: tuple[Reason, ...]) -> Sig
 
 def _attach(error: Exception, decision: Decision) -> None:
     """Let the error of a backend tell which decision led there, as `.decision` and as a note."""
-    error.decision = decision  # type: ignore[attr-defined]
-    notes = getattr(error, "__notes__", [])
-    error.__notes__ = [*notes, f"sdpa_router chose {decision}"]  # type: ignore[attr-defined]
+    with contextlib.suppress(Exception):  # a frozen dataclass takes neither, and is to surface all the same
+        error.decision = decision  # type: ignore[attr-defined]
+        notes = getattr(error, "__notes__", [])
+        error.__notes__ = [*notes, f"sdpa_router chose {decision}"]  # type: ignore[attr-defined]
 
 
 def _by_its_tiles(sighting: Sighting, call: Call) -> Sighting:

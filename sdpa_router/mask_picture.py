@@ -76,6 +76,9 @@ def load(file: Path) -> torch.Tensor:
         ) from None
     if not isinstance(given, torch.Tensor):
         raise ValueError(f"{file} holds a {type(given).__name__}; accepted: a tensor")
+    if given.is_nested or given.layout is not torch.strided or given.device.type == "meta":
+        kind = "nested" if given.is_nested else f"{given.layout} on {given.device}"
+        raise ValueError(f"{file} holds a tensor that is {kind}; accepted: a dense one with its values")
     return given
 
 

@@ -96,7 +96,7 @@ def answered_before(call: Call, pv: str, precision: str) -> bool:
     if _compiling():
         return False
     key, mask = call.key, call.attn_mask
-    if type(key) is not torch.Tensor or forward_ad._current_level >= 0:
+    if type(key) is not torch.Tensor or forward_ad._current_level >= 0 or not _judged_by_value(call):
         return False
     state = (pv, precision, mask is None, call.is_causal, call.scale, call.enable_gqa, torch.is_grad_enabled())
     for known_state, check in _answered.get(key.numel(), ()):
@@ -105,9 +105,15 @@ def answered_before(call: Call, pv: str, precision: str) -> bool:
     return False
 
 
+def _judged_by_value(call: Call) -> bool:
+    """Whether equal numbers are alike to the kernel: 1 equals True, and a tensor or an array equals anything."""
+    flags = type(call.is_causal) is bool and type(call.enable_gqa) is bool
+    return flags and isinstance(call.scale, (float, int, type(None)))
+
+
 def remember_answered(call: Call, pv: str, precision: str) -> None:
     """Let answered_before() know of a call that nothing was against."""
-    if _compiling() or torch._C._is_any_autocast_enabled() or not isinstance(call.scale, (float, int, type(None))):
+    if _compiling() or torch._C._is_any_autocast_enabled() or not _judged_by_value(call):
         return
     if len(_answered) >= _MOST:
         _answered.clear()

@@ -345,7 +345,11 @@ def test_what_is_no_reason_is_an_error_of_the_backend(registered, where, given):
 
 @pytest.mark.parametrize(
     "limits",
-    [{"dtypes": BF16}, {"head_dims": 64}, {"masks": ("per key",)}, {"causal": True}, {"error": "small"}, {"error": -1}],
+    [
+        *({"dtypes": BF16}, {"head_dims": 64}, {"masks": ("per key",)}, {"causal": True}),
+        *({"error": "small"}, {"error": -1}, {"max_head_dim": "64"}, {"max_head_dim": 0}, {"gqa": None}),
+        *({"lse": "yes"}, {"blind": 0}, {"positive_scale": 1}, {"max_scale": "1"}, {"max_scale": float("nan")}),
+    ],
 )
 def test_limits_that_say_nothing(limits):
     with pytest.raises((TypeError, ValueError), match="accepted"):
@@ -364,6 +368,19 @@ def failing(registered):
 
     registered(mine(run=run))
     return calls
+
+
+def test_an_error_that_takes_no_decision_surfaces(registered):
+    @dataclasses.dataclass(frozen=True)
+    class FrozenError(Exception):
+        size: int
+
+    def run(call, settings, attention):
+        raise FrozenError(3)
+
+    registered(mine(run=run))
+    with route(backends=("mine",)), pytest.raises(FrozenError):
+        F.scaled_dot_product_attention(*draw())
 
 
 def test_an_error_surfaces_with_the_decision(registered):
@@ -459,7 +476,10 @@ def test_a_broken_package_says_so_in_its_own_words(monkeypatch, tmp_path):
     assert "OSError: libcudart.so.13: cannot open shared object file" in reason.detail
 
 
-@pytest.mark.parametrize("body", ["import sys; sys.exit(3)", "raise RuntimeError", "sageattn = 5", "x ="])
+_MUTE = "class Mute(Exception):\n    def __str__(self):\n        raise ValueError\n\nraise Mute"
+
+
+@pytest.mark.parametrize("body", ["import sys; sys.exit(3)", "raise RuntimeError", "sageattn = 5", "x =", _MUTE])
 def test_however_a_package_breaks_it_is_a_reason(monkeypatch, tmp_path, body):
     (tmp_path / "sageattention.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
@@ -615,6 +635,19 @@ def test_what_is_no_number_in_an_argument_shows(monkeypatch, peer, where, value)
     assert not out[~expected.isfinite()].isfinite().any()
     others = [head for head in range(4) if head != 1] if where == 0 else [0, 1]
     assert relative_error(out[:, others], expected[:, others]) < 0.01
+
+
+@pytest.mark.parametrize("peer", [stand_ins.Comfy, stand_ins.Sage1, stand_ins.Sage2])
+def test_large_numbers_are_numbers(monkeypatch, peer):
+    """Also where key and value together are more than float16 holds."""
+    peer().module(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    query, key, value = draw(dtype=FP16)
+    key[..., 0], value = key[..., 0] + 100, torch.full_like(value, 65000.0)
+    value[:, :, 3, 5] = 65472.0
+    with route(backends=("comfy" if peer is stand_ins.Comfy else "sage",), on_unsupported="raise"):
+        out = F.scaled_dot_product_attention(query, key, value)
+    assert_right(out, query, key, value)
 
 
 # --- comfy-kitchen

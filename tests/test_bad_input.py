@@ -107,6 +107,19 @@ def test_int8_attention_refuses(arguments, code):
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [{"is_causal": 1}, {"enable_gqa": 1}, {"scale": torch.tensor(1.0)}, {"scale": torch.tensor([1.0, 2.0])}],
+)
+def test_int8_attention_refuses_what_equals_an_argument_that_it_answered(device, arguments):
+    tensors = tuple(torch.randn(1, 2, 8, 16, dtype=torch.float16, device=device) for _ in range(3))
+    for known in ({}, {"is_causal": True}, {"enable_gqa": True}):
+        int8_attention(*tensors, scale=1.0, **known)
+    with pytest.raises(UnsupportedError) as caught:
+        int8_attention(*tensors, **{"scale": 1.0, **arguments})
+    assert [reason.code for reason in caught.value.decision.reasons] == ["argument"]
+
+
+@pytest.mark.parametrize(
     "call",
     [
         lambda: int8_attention(H, H),

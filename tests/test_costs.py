@@ -234,6 +234,8 @@ def test_other_versions_have_another_file(gpu, monkeypatch):
         json.dumps({**table().as_json(), "points": [{**Size(1, 1, 0, 1, 1)._asdict(), "ms": {}}]}),
         json.dumps({**table().as_json(), "points": [{**Size(1, 1, 1, 1, 1)._asdict(), "ms": {"int8": -1}}]}),
         json.dumps({**table().as_json(), "points": [{**Size(1, 1, 1, 1, 1, "odd")._asdict(), "ms": {}}]}),
+        json.dumps({**table().as_json(), "points": [{**Size(1, 1, 9, 9, 9)._asdict(), "ms": {"int8": 5e-324}}]}),
+        json.dumps({**table().as_json(), "points": [{**Size(1, 1, 10**400, 1, 1)._asdict(), "ms": {"int8": 1}}]}),
         json.dumps({**table().as_json(), "errors": {"int8": {"gaussian": float("nan")}}}),
         json.dumps({**table().as_json(), "errors": {"int8": {"gaussian": -1}}}),
         json.dumps({**table().as_json(), "errors": {"int8": {"gaussian": 10**400}}}),

@@ -83,8 +83,13 @@ def test_the_command(tmp_path, capsys):
 
 def test_the_command_refuses_in_one_line(tmp_path, capsys):
     torch.save({"a": 1}, tmp_path / "dict.pt")
+    torch.save(torch.eye(5).to_sparse(), tmp_path / "sparse.pt")
+    torch.save(torch.empty(5, 5, device="meta"), tmp_path / "meta.pt")
     (tmp_path / "text.pt").write_text("hello")
-    for file, message in (("dict.pt", "holds a dict"), ("text.pt", "can't read"), ("none.pt", "a file that exists")):
+    for file, message in (
+        *(("dict.pt", "holds a dict"), ("text.pt", "can't read"), ("none.pt", "a file that exists")),
+        *(("sparse.pt", "accepted: a dense one"), ("meta.pt", "accepted: a dense one")),
+    ):
         with pytest.raises(SystemExit) as stopped:
             cli.main(["mask", str(tmp_path / file)])
         assert stopped.value.code == 2

@@ -49,6 +49,13 @@ class BackendLimits:
             given = getattr(self, name)
             if not isinstance(given, tuple) or not all(isinstance(value, kind) for value in given):
                 raise TypeError(f"{name} is {given!r}; accepted: a tuple of {kind.__name__}")
+        for name in ("gqa", "positive_scale", "blind", "lse"):
+            if type(getattr(self, name)) is not bool:
+                raise TypeError(f"{name} is {getattr(self, name)!r}; accepted: True or False")
+        if type(self.max_head_dim) is not int or self.max_head_dim < 1:
+            raise ValueError(f"max_head_dim is {self.max_head_dim!r}; accepted: an int of at least 1")
+        if type(self.max_scale) not in (int, float) or not self.max_scale > 0:
+            raise ValueError(f"max_scale is {self.max_scale!r}; accepted: a number above 0")
         if self.causal not in ("any", "square", "none"):
             raise ValueError(f"causal is {self.causal!r}; accepted: 'any', 'square' or 'none'")
         if self.error is not None and not (isinstance(self.error, (int, float)) and self.error >= 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -36,7 +37,10 @@ def entry_point(module: str, name: str, needs: tuple[str, ...]) -> EntryPoint:
         function = getattr(importlib.import_module(module), name)
         parameters = frozenset(inspect.signature(function).parameters)
     except (Exception, SystemExit) as error:  # importing somebody's package may raise anything: it becomes the reason
-        said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+        words = ""
+        with contextlib.suppress(Exception):  # so may asking the error what it says
+            words = str(error)
+        said = ": ".join([type(error).__name__, *words.strip().splitlines()[:1]])
         return EntryPoint(None, why=f"{module} can't be used: {said}")
     if missing := [parameter for parameter in needs if parameter not in parameters]:
         return EntryPoint(None, why=f"{module}.{name}() has no parameter {', '.join(missing)}")
@@ -99,7 +103,8 @@ def spoil(out: torch.Tensor, call: Call, bias: torch.Tensor | None = None) -> to
     key its head, a value its channel; bias: 0, or NaN to be added to a head. Looking first would wait for the device.
     """
     largest = functools.partial(torch.linalg.vector_norm, ord=float("inf"), keepdim=True)
-    seen = (largest(call.key, dim=(2, 3)) + largest(call.value, dim=2)) * 0
+    # Each times 0 before the sum, which float16 need not hold where it holds both.
+    seen = largest(call.key, dim=(2, 3)) * 0 + largest(call.value, dim=2) * 0
     group = call.query.shape[1] // seen.shape[1]
     if group > 1:
         seen = seen.repeat_interleave(group, dim=1)
