@@ -111,6 +111,9 @@ def sparse_sm89_attention(
     """
     if torch.is_grad_enabled():
         raise ValueError("sparse int8 attention is for inference only: call it under torch.no_grad()")
+    if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
+        kinds = ", ".join(type(t).__name__ for t in (q, k, v))
+        raise ValueError(f"q, k and v are {kinds}; accepted: three tensors")
     if q.dim() != 4 or q.shape != k.shape or q.shape != v.shape:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
         raise ValueError(f"q, k and v are {shapes}; accepted: one shape [B, H, S, D]")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .banded import Window, bias_of, flatten
+from .banded import Window, bias_of, flatten, whole
 from .decision import TileCounts
 from .kernels.sparse_attention.limits import H200, estimate_ms, torch_ms
 from .mask_summary import full_view
@@ -45,6 +46,8 @@ def plot_mask(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    if heads < 1 or not 1 <= head_dim <= 256:
+        raise ValueError(f"heads is {heads!r} and head_dim {head_dim!r}; accepted: from 1, and 1 to 256")
     kinds, edge = tile_kinds(mask_or_windows, tiles=tiles)
     counts = count(kinds)
     of_mask = isinstance(mask_or_windows, torch.Tensor)
@@ -109,6 +112,8 @@ def tile_kinds(
     """Kind of each tile, uint8 [nq, nk] on the CPU, and the numbers of queries and keys."""
     if isinstance(mask_or_windows, torch.Tensor):
         mask = mask_or_windows
+        if mask.layout != torch.strided or mask.is_nested or mask.is_meta:
+            raise ValueError("the mask is sparse, nested or without values; accepted: a dense tensor")
         if not 2 <= mask.dim() <= 4 or not (mask.dtype == torch.bool or mask.is_floating_point()) or not mask.numel():
             raise ValueError(f"the mask is {mask.dtype} {list(mask.shape)}; accepted: bool or floating, [.., Q, K]")
         mask = full_view(mask.detach(), mask.shape[-1])[0, 0].cpu()
@@ -117,8 +122,11 @@ def tile_kinds(
                 raise ValueError(f"the tile mask is {mask.dtype}; accepted: bool, True where a tile is attended")
             return torch.where(mask, KEPT, SKIPPED).to(torch.uint8), (mask.shape[0] * TILE, mask.shape[1] * TILE)
         return _of_mask(mask), (mask.shape[0], mask.shape[1])
-    windows = list(mask_or_windows) if isinstance(mask_or_windows, Sequence) else []
-    if not windows or not all(isinstance(window, Window) for window in windows):
+    windows: list[Window] = []
+    if isinstance(mask_or_windows, Sequence) and not isinstance(mask_or_windows, str):
+        with contextlib.suppress(ValueError):
+            windows = whole(mask_or_windows)
+    if not windows:
         raise ValueError("given neither a tensor nor windows; accepted: a mask, or a list of Window of at least one")
     return _of_windows(windows)
 
@@ -130,8 +138,9 @@ def _of_mask(mask: torch.Tensor) -> torch.Tensor:
         padded = torch.nn.functional.pad(part, (0, -part.shape[1] % TILE), value=-torch.inf)
         by_tile = padded.view(len(part), -1, TILE)
         low, high = by_tile.amin((0, 2)), by_tile.amax((0, 2))
-        peaks = padded.amax(1)
-        floor = peaks[peaks > -torch.inf].min() if bool((peaks > -torch.inf).any()) else torch.tensor(-torch.inf)
+        peaks = padded.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(1)
+        finite = peaks[peaks.isfinite()]  # a row with NaN or +inf answers NaN whatever is left out
+        floor = finite.min() if len(finite) else torch.tensor(-torch.inf)
         kind = torch.full(low.shape, MIXED, dtype=torch.uint8)
         kind[low == high] = CONSTANT
         kind[(low == high) & (high == 0)] = KEPT

@@ -10,6 +10,7 @@ import torch
 from .mask_summary import stream_of
 
 TILE = 64
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 # Tile masks of BlockMask objects that are alive, the versions that their tensors had, and the stream that made them.
 _converted: dict[int, tuple[weakref.ref[Any], tuple[int, ...], int, torch.Tensor]] = {}
@@ -48,9 +49,9 @@ def tile_mask(
 
 def _of_bool(mask: torch.Tensor, q_len: int, kv_len: int, block: int) -> torch.Tensor:
     nq, nk = -(-q_len // block), -(-kv_len // block)
-    if mask.dtype != torch.bool or not 2 <= mask.dim() <= 4 or mask.shape[-2:] != (nq, nk):
+    if not _plain(mask) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4 or mask.shape[-2:] != (nq, nk):
         raise ValueError(
-            f"block_mask is {mask.dtype} {list(mask.shape)}; accepted: bool [.., {nq}, {nk}], a value for each block "
+            f"block_mask is {_name(mask)}; accepted: bool [.., {nq}, {nk}], a value for each block "
             f"of {block} queries and {block} keys of {q_len} and {kv_len}"
         )
     return _split(mask, block)
@@ -64,7 +65,7 @@ def _split(mask: torch.Tensor, block: int) -> torch.Tensor:
 def _of_lists(indices: Any, counts: Any, q_len: int, kv_len: int, block: int, validate: bool) -> torch.Tensor:
     nq, nk = -(-q_len // block), -(-kv_len // block)
     for name, given in (("indices", indices), ("counts", counts)):
-        if not isinstance(given, torch.Tensor) or given.dtype not in (torch.int32, torch.int64):
+        if not isinstance(given, torch.Tensor) or not _plain(given) or given.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"the block {name} are {_name(given)}; accepted: a tensor of int32 or int64")
     fits = indices.dim() >= 2 and indices.shape[:-1] == counts.shape and indices.shape[-2] == nq and indices.dim() <= 4
     if not fits or indices.device != counts.device:
@@ -145,7 +146,7 @@ def valid_keys(sizes: Any, kv_len: int, device: torch.device, validate: bool) ->
         raise ValueError(
             f"valid_sizes is {_name(sizes)}; accepted: integers [{count}], one for each key tile"
         ) from None
-    if valid_sizes.is_floating_point() or valid_sizes.dtype == torch.bool or valid_sizes.shape != (count,):
+    if not _plain(valid_sizes) or valid_sizes.dtype not in _INTEGERS or valid_sizes.shape != (count,):
         raise ValueError(f"valid_sizes is {_name(valid_sizes)}; accepted: integers [{count}], one for each key tile")
     on_host = valid_sizes.device.type == "cpu"
     if (on_host or validate) and bool(((valid_sizes < 0) | (valid_sizes > TILE)).any()):
@@ -157,5 +158,12 @@ def valid_keys(sizes: Any, kv_len: int, device: torch.device, validate: bool) ->
     return within.reshape(1, 1, 1, -1)[..., :kv_len]
 
 
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
 def _name(given: Any) -> str:
-    return f"{given.dtype} {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+    if not isinstance(given, torch.Tensor):
+        return type(given).__name__
+    kind = "" if _plain(given) else "meta " if given.is_meta else "sparse or nested "
+    return f"{kind}{given.dtype} {list(given.shape)}"

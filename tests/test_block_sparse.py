@@ -241,6 +241,7 @@ def test_the_stand_in_for_fastvideo():
             {"vbs": sizes.tolist()},
             {"k": key[:, :, :128]},
             {"q": query[0]},
+            {"q": None},
             {"int8_qk": False},
         ):
             arguments = {"q": query, "k": key, "v": value, "mask": tiles, "vbs": sizes} | wrong
@@ -270,6 +271,12 @@ INDICES, COUNTS = lists_of(TILES)
         ({"valid_sizes": [1.0, 2.0, 3.0]}, "valid_sizes is torch.float32"),
         ({"valid_sizes": "abc"}, r"valid_sizes is str; accepted: integers \[3\]"),
         ({"valid_sizes": [[64], [64, 2], [1]]}, r"valid_sizes is list; accepted: integers \[3\]"),
+        ({"valid_sizes": [1j, 2j, 3j]}, r"valid_sizes is torch.complex64 \[3\]; accepted: integers \[3\]"),
+        ({"valid_sizes": torch.ones(3, dtype=torch.int64).to_sparse()}, "valid_sizes is sparse or nested"),
+        ({"valid_sizes": torch.ones(3, dtype=torch.int64, device="meta")}, "valid_sizes is meta torch.int64"),
+        ({"block_mask": TILES.to_sparse()}, "block_mask is sparse or nested torch.bool"),
+        ({"block_mask": TILES.to("meta")}, "block_mask is meta torch.bool"),
+        ({"block_mask": (INDICES.to("meta"), COUNTS)}, "indices are meta torch.int32"),
         ({"block": 32}, "block is 32; accepted: a multiple of 64"),
     ],
 )

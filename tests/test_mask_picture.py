@@ -36,6 +36,22 @@ def test_kinds_of_a_mask_are_those_that_attention_goes_by(device):
     assert count(kinds) == summarised(mask.to(device)).counts()
 
 
+@pytest.mark.parametrize("endless", [math.nan, math.inf])
+@pytest.mark.parametrize("rows", [slice(0, 70), slice(3, 4), slice(0, 64)])
+def test_rows_that_see_nan_or_inf_are_counted_as_attention_counts_them(device, endless, rows):
+    mask = torch.zeros(70, 200)
+    mask[:, 64:128] = -9000.0
+    mask[:, 128:] = -20000.0
+    mask[rows, 5] = endless
+    assert count(tile_kinds(mask)[0]) == summarised(mask.to(device)).counts()
+
+
+def test_windows_are_those_that_banded_attention_takes():
+    named = [Window(0, 64, (KeyRange(0, 128, 0, 64),)), Window(64, 128, (KeyRange(64, 192),))]
+    plain = [(0, 64, [(0, 128, 0, 64)]), Window(64, 128, ((64, 192),))]
+    assert torch.equal(tile_kinds(plain)[0], tile_kinds(named)[0])
+
+
 def test_kinds_of_tiles_and_windows():
     tiles = torch.tensor([[True, False], [False, True]])
     assert tile_kinds(tiles, tiles=True)[0].tolist() == [[KEPT, SKIPPED], [SKIPPED, KEPT]]
@@ -58,6 +74,8 @@ def test_what_is_no_mask():
     for wrong, message in (
         (torch.zeros(5), r"float32 \[5\]; accepted: bool or floating"),
         (torch.zeros(5, 5, dtype=torch.int32), "int32"),
+        (torch.zeros(5, 5).to_sparse(), "sparse"),
+        (torch.zeros(5, 5, device="meta"), "without values"),
         ([], "neither a tensor nor windows"),
         ([1, 2], "neither a tensor nor windows"),
         (None, "neither a tensor nor windows"),
@@ -66,6 +84,9 @@ def test_what_is_no_mask():
     ):
         with pytest.raises(ValueError, match=message):
             plot_mask(wrong)
+    for numbers in ({"heads": 0}, {"head_dim": 0}, {"head_dim": 257}):
+        with pytest.raises(ValueError, match="accepted: from 1, and 1 to 256"):
+            plot_mask(torch.zeros(5, 5), **numbers)
     with pytest.raises(ValueError, match=r"tile mask is torch\.float32; accepted: bool"):
         plot_mask(torch.zeros(5, 5), tiles=True)
 
