@@ -273,6 +273,7 @@ def refusals(me: Rank) -> None:
         ("dtype", ring_attention, [x.bfloat16() if last else x for x in (q, k, v)], {}),
         ("scale", ring_attention, (q, k, v), {"scale": 0.5 if last else 0.25}),
         ("mask on one rank", ring_attention, (q, k, v, bias if last else None), {}),
+        ("mask dtype on one rank", ulysses_attention, (q, k, v, bias.half() if last else bias), {}),
         ("mask length", ring_attention, (q, k, v, bias[..., :5] if last else bias), {}),
         ("full mask", ring_attention, (q, k, v, torch.zeros(1, 1, 8, 8, device=me.device) if last else bias), {}),
         ("float64", ring_attention, [x.double() if last else x for x in (q, k, v)], {}),
