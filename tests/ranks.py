@@ -259,6 +259,8 @@ def dtensors(me: Rank) -> None:
     ):
         given = (wrong, settings) if me.rank == me.size - 1 else (split, {})
         me.found[f"dtensors: {name}"] = error_of(ring_attention, *given[0], **given[1])
+    plain, mask = [part.to_local() for part in split], by_head if me.rank == me.size - 1 else None
+    me.found["dtensors: only the mask on one"] = error_of(ring_attention, *plain, mask)
 
 
 def refusals(me: Rank) -> None:

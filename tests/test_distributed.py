@@ -123,6 +123,7 @@ def test_dtensors(found):
             "plain on one": "query is a Tensor; expected a DTensor, as other arguments are",
             "group on one": "given a group and DTensors; expected one of them",
             "mask on one": "attn_mask is a DTensor placed [S(1)]; expected Shard(3)",
+            "only the mask on one": "query is a Tensor; expected a DTensor, as other arguments are",
         }.items():
             said = f"ring_attention on rank {number} of {len(found)}: rank {last} refuses: "
             assert rank[f"dtensors: {case}"]["text"].startswith(said + text)

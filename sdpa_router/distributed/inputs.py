@@ -58,8 +58,8 @@ def unwrap(
         tensors, mesh = _unwrapped(*given, kind)
     except ValueError as cause:
         told = group or _sequence_group(given)
-        if told is None:
-            raise
+        if told is None and any(isinstance(tensor, kind) for tensor in given[:3]):
+            raise  # a mask alone tells no group: the others take that of all processes
         return Local(given, told, None, cause)
     return Local(tensors, mesh.group, mesh)
 
