@@ -259,6 +259,8 @@ def dtensors(me: Rank) -> None:
     ):
         given = (wrong, settings) if me.rank == me.size - 1 else (split, {})
         me.found[f"dtensors: {name}"] = error_of(ring_attention, *given[0], **given[1])
+    plain, mask = [part.to_local() for part in split], by_head if me.rank == me.size - 1 else None
+    me.found["dtensors: only the mask on one"] = error_of(ring_attention, *plain, mask)
 
 
 def refusals(me: Rank) -> None:
@@ -273,6 +275,7 @@ def refusals(me: Rank) -> None:
         ("dtype", ring_attention, [x.bfloat16() if last else x for x in (q, k, v)], {}),
         ("scale", ring_attention, (q, k, v), {"scale": 0.5 if last else 0.25}),
         ("mask on one rank", ring_attention, (q, k, v, bias if last else None), {}),
+        ("mask dtype on one rank", ulysses_attention, (q, k, v, bias.half() if last else bias), {}),
         ("mask length", ring_attention, (q, k, v, bias[..., :5] if last else bias), {}),
         ("full mask", ring_attention, (q, k, v, torch.zeros(1, 1, 8, 8, device=me.device) if last else bias), {}),
         ("float64", ring_attention, [x.double() if last else x for x in (q, k, v)], {}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import time
 
@@ -169,6 +170,8 @@ def run(world: worlds.World) -> None:
     """Run the checks on this rank."""
     rank, size, _, _ = world
     diffusers.utils.logging.set_verbosity_error()
+    if not hasattr(logging.Logger, "warning_once"):  # diffusers calls it; transformers, where installed, adds it
+        logging.Logger.warning_once = logging.Logger.warning
     if world.backend == "gloo":
         torch.accelerator.device_count = lambda: size  # diffusers counts accelerators, and a CPU is none
     integration.register(min_kv=0)

@@ -123,6 +123,7 @@ def test_dtensors(found):
             "plain on one": "query is a Tensor; expected a DTensor, as other arguments are",
             "group on one": "given a group and DTensors; expected one of them",
             "mask on one": "attn_mask is a DTensor placed [S(1)]; expected Shard(3)",
+            "only the mask on one": "query is a Tensor; expected a DTensor, as other arguments are",
         }.items():
             said = f"ring_attention on rank {number} of {len(found)}: rank {last} refuses: "
             assert rank[f"dtensors: {case}"]["text"].startswith(said + text)
@@ -134,7 +135,8 @@ TEXTS = {
     "heads": "rank {last} gives heads 1, expected 2 as on rank 0",
     "dtype": "rank {last} gives dtype 'torch.bfloat16', expected 'torch.float16' as on rank 0",
     "scale": "rank {last} gives scale 0.5, expected 0.25 as on rank 0",
-    "mask on one rank": "rank {last} gives mask 'a floating mask', expected 'no mask' as on rank 0",
+    "mask on one rank": "rank {last} gives mask 'a mask of float32', expected 'no mask' as on rank 0",
+    "mask dtype on one rank": "rank {last} gives mask 'a mask of float16', expected 'a mask of float32' as on rank 0",
     "mask length": "rank {last} gives a mask over 5 keys, expected 8 (its shard), {all} (all keys) or 1",
     "full mask": "rank {last} refuses: sdpa because full_mask",
     "float64": "rank {last} refuses: sdpa because dtype: query is float64",

@@ -58,8 +58,8 @@ def unwrap(
         tensors, mesh = _unwrapped(*given, kind)
     except ValueError as cause:
         told = group or _sequence_group(given)
-        if told is None:
-            raise
+        if told is None and any(isinstance(tensor, kind) for tensor in given[:3]):
+            raise  # a mask alone tells no group: the others take that of all processes
         return Local(given, told, None, cause)
     return Local(tensors, mesh.group, mesh)
 
@@ -126,7 +126,7 @@ def mask_facts(mask: torch.Tensor | None) -> dict[str, Any]:
     if mask is None:
         return {}
     rows = _rows(mask)
-    kind = "a bool mask" if mask.dtype == torch.bool else "a floating mask"
+    kind = f"a mask of {show(mask.dtype)}"  # an all-to-all moves its bytes: ranks must give one dtype
     return {"mask": kind, "mask_len": rows.shape[3], "mask_rows": tuple(rows.shape[:2])}
 
 
