@@ -61,7 +61,7 @@ def dense_mask_attention(
     that torch doesn't count, as those through `.data` or NumPy, are not seen: clone() such a mask for each state.
     treat_as: "full", or "key" for the outer product of which keys and which queries are valid (padded text): which keys
     count is then taken from the mask's columns, and rows that see no key answer 0. It is on the caller that the mask is
-    such a product, or additive with rows that are equal or -inf altogether (finfo.min is a number): that is not checked.
+    such a product, or additive with rows that are equal or -inf altogether, not finfo.min: that is not checked.
     Returns out [B, H, Q, D], or with return_lse (out, lse): lse float32 [B, H, Q], natural logarithm. A row without a
     key gets out 0 and lse -inf; NaN or +inf in the mask gives NaN in the rows that see it.
     Raises UnsupportedError for what the kernel can't do and ValueError for an unknown treat_as.
