@@ -12,7 +12,7 @@ from . import (
     run,
 )
 from .buffers import check_buffer, check_memory
-from .by_tile import counts_of, refine, worth_a_look
+from .by_tile import counts_of, refine, unknown, worth_a_look
 from .choose import choose
 from .decide import Call, decide_kernel, kernel_against
 from .decision import Decision
@@ -236,8 +236,10 @@ def explain(
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     settings = settings_of(active_name())
     decision = choose(call, settings)
-    counts = counts_of(call, False)[0] if settings.by_tile and worth_a_look(decision, call) else None
-    return decision if counts is None else refine(decision, call, counts)
+    if not (settings.by_tile and worth_a_look(decision, call)):
+        return decision
+    counts = counts_of(call, False)[0]
+    return unknown(decision, call, True) if counts is None else refine(decision, call, counts)
 
 
 def is_available(device: torch.device | str | int | None = None) -> bool:

@@ -2,8 +2,8 @@
 
 Deciding reads no value. Which tiles a mask has is found out once for each piece of memory, in eager mode, before the
 call is decided: that launches one pass over the mask and waits for its four counts. Neither happens under torch.compile
-or while a CUDA graph is captured (a graph would keep the tiles of a mask that is written to later), and no more once a
-kind of call has shown a new mask eight times in a row.
+or while a CUDA graph is captured (a graph would keep the tiles of a mask that is written to later). Once a kind of call
+has shown a new mask eight times in a row, only masks that are met twice running are looked at.
 """
 
 from __future__ import annotations
@@ -64,6 +64,20 @@ def refine(decision: Decision, call: Call, counts: TileCounts) -> Decision:
         return Decision(Route.INT8, replace(decision.mask, tiles=counts))
     accepted = f"where the estimate, {ours:.2f} ms, is under {_PAYS:g} of torch's, {theirs:.2f} ms"
     return replace(decision, reasons=(Reason(Code.TILES, str(counts), accepted),))
+
+
+def unknown(decision: Decision, call: Call, looking: bool) -> Decision:
+    """Tell why the tiles of a call's mask, which alone speaks against the int8 route, are not known: a pure function.
+
+    looking: whether new masks of such calls are still looked at.
+    """
+    if call.attn_mask is not None and call.attn_mask.is_inference():
+        given, accepted = "been made in inference mode", "where a later write to it can be seen: make it outside"
+    elif not looking:
+        given, accepted = f"been a new one {PATIENCE} times in a row", "where one is kept: from its second call on"
+    else:
+        return decision
+    return replace(decision, reasons=(Reason(Code.TILES, given, accepted),))
 
 
 def _cost(call: Call) -> TileCost:

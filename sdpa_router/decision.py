@@ -161,7 +161,7 @@ class Code(_Text):
     TILES = (
         "tiles",
         "the mask has {given}; by tile it pays {accepted}",
-        "None: torch is faster with this mask.",
+        "None where torch is faster with this mask; keep a mask for as long as it is used, instead of making it anew.",
     )
     INVALID_MASK = (
         "invalid_mask",

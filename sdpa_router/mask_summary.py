@@ -81,6 +81,17 @@ def _identity(mask: torch.Tensor) -> Hashable | None:
     )  # fmt: skip
 
 
+def trace(mask: torch.Tensor) -> tuple[Hashable, StorageWeakRef] | None:
+    """What tells this mask, as it is now, from another one in the same memory; None where nothing does."""
+    identity = _identity(mask)
+    return None if identity is None else (identity, StorageWeakRef(mask.untyped_storage()))
+
+
+def is_same(mask: torch.Tensor, seen: tuple[Hashable, StorageWeakRef] | None) -> bool:
+    """Whether `mask` is the one that left this trace."""
+    return seen is not None and not seen[1].expired() and _identity(mask) == seen[0]
+
+
 def recall(mask: torch.Tensor) -> Summarised | None:
     """Return the summary of `mask` if it was made before and the mask was not written to; nothing is launched."""
     identity = _identity(mask)

@@ -7,7 +7,8 @@ import math
 import os
 import threading
 import time
-from typing import Any
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +16,9 @@ from .by_tile import PATIENCE, worth_a_look
 from .decide import PLAIN_TYPES, Call
 from .decision import Decision, Reason, Route, show
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from torch.multiprocessing.reductions import StorageWeakRef
 
 lock = threading.RLock()  # of all counts and decisions
 _numbers = itertools.count()
@@ -24,8 +28,8 @@ class Sighting:
     """A decision, the call that it was made for (as metadata, in no tensor), and how often it was needed."""
 
     __slots__ = (
-        *("as_given", "decision", "direct", "instead", "number", "phase", "refused", "reported", "settings"),
-        *("summaries", "tick"),
+        *("as_given", "decision", "direct", "instead", "last_mask", "number", "phase", "refused", "reported"),
+        *("settings", "summaries", "tick"),
         *("_call", "_caller", "_reads", "_ticks", "_time"),
     )
 
@@ -44,6 +48,7 @@ class Sighting:
         # How many masks may still be summarised for calls like this one; None where their tiles don't matter.
         looks = phase == "eager" and settings.by_tile
         self.summaries = PATIENCE if looks and worth_a_look(decision, call) else None
+        self.last_mask: tuple[Hashable, StorageWeakRef] | None = None  # once no more are summarised at first sight
         self.reported = False
         self.as_given = decision.route is Route.SDPA and not (decision.notes or refuses) and self.summaries is None
         self._time = time.time()

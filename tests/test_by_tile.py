@@ -114,6 +114,30 @@ def test_masks_that_are_always_new_are_no_longer_looked_at(summaries):
         out = routed(query, key, value, mask)
         assert relative_error(out, sdpa_oracle(query, key, value, mask)[0]) < 0.0135
     assert len(summaries) == by_tile.PATIENCE
+    assert sdpa_router.stats()["reasons"] == {"tiles": 5}
+
+
+def test_a_mask_that_is_kept_after_many_new_ones_is_looked_at(summaries):
+    query, key, value = inputs()
+    for _ in range(by_tile.PATIENCE):
+        routed(query, key, value, banded())
+    mask = banded()
+    with sdpa_router.route(min_kv=0), torch.no_grad():
+        for _ in range(5):
+            out = F.scaled_dot_product_attention(query, key, value, mask)
+    assert sdpa_router.stats()["routes"] == {"sdpa": 1, "int8": by_tile.PATIENCE + 4}
+    assert relative_error(out, sdpa_oracle(query, key, value, mask)[0]) < 0.0135
+    assert len(summaries) == by_tile.PATIENCE + 1
+
+
+def test_a_mask_of_inference_mode_says_why_it_is_not_looked_at():
+    query, key, value = inputs()
+    with torch.inference_mode():
+        mask = banded()
+    with sdpa_router.route(min_kv=0):
+        decision = sdpa_router.explain(query, key, value, mask)
+    assert decision.reasons[0].code is Code.TILES
+    assert "inference mode" in str(decision)
 
 
 def test_additive_float32_masks_and_raise(summaries):
@@ -155,7 +179,7 @@ def test_a_first_warning_tells_what_the_tiles_decided(summaries, monkeypatch):
     with torch.inference_mode():
         unseen = read_everywhere()  # counts no versions, so nothing is remembered of it
     shorter = query, key[:, :, :199], value[:, :, :199], unseen[:, :199]
-    with pytest.warns(UserWarning, match="full_mask"):
+    with pytest.warns(UserWarning, match="tiles: the mask has been made in inference mode"):
         routed(*shorter, on_unsupported="warn")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
