@@ -170,6 +170,7 @@ def test_a_first_warning_tells_what_the_tiles_decided(summaries, monkeypatch):
     query, key, value = inputs()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", DeprecationWarning)  # numpy's, of old interpreters
         routed(query, key, value, banded(), on_unsupported="warn")
     assert [str(warning.message) for warning in warned] == []
     at_cost(monkeypatch, CHEAP._replace(read=3.0))
