@@ -14,16 +14,15 @@ from . import (
 from .buffers import check_buffer, check_memory
 from .by_tile import counts_of, refine, unknown, worth_a_look
 from .choose import choose
-from .decide import Call, decide_kernel, kernel_against
+from .decide import Call
 from .decision import Decision
 from .dispatch import TORCH, Turn, dispatch, under_foreign_mode
 from .kernels.int8_attention.limits import unavailable
 from .patch import as_if_absent, follow_environment
 from .qk import QuantizedQK
 from .quantized import attend
-from .recent import answered_before, remember_answered
 from .settings import OFF, active, active_name, settings_of
-from .traced import refuse
+from .traced import require_kernel
 
 _modes = torch._C._len_torch_function_stack
 
@@ -193,11 +192,7 @@ def int8_attention(
         if again is not None:
             return again if return_lse else again[0]
     call = Call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
-    if not answered_before(call, pv, precision):
-        codes = [reason.code.value for reason in kernel_against(call, pv, precision)]
-        if codes:
-            refuse(codes, decide_kernel, call, pv, precision)
-        remember_answered(call, pv, precision)
+    require_kernel(call, pv, precision)
     if out is None and lse is None:
         answer = run.int8(query, key, value, attn_mask, is_causal, scale, pv, precision, return_lse=return_lse)
         return answer if return_lse else answer[0]

@@ -10,10 +10,9 @@ from typing import Literal, NamedTuple, overload
 import torch
 
 from . import run
-from .decide import Call, decide_kernel, kernel_against
+from .decide import Call
 from .mask import key_view
-from .recent import answered_before, remember_answered
-from .traced import refuse
+from .traced import require_kernel
 
 
 class KeyRange(NamedTuple):
@@ -121,11 +120,7 @@ def banded_attention(
     >>> out = banded_attention(q, k, v, windows)
     """
     call = Call(query, key, value, bias, 0.0, False, scale, True)
-    if not answered_before(call, "auto", "auto"):
-        codes = [reason.code.value for reason in kernel_against(call, "auto", "auto")]
-        if codes:
-            refuse(codes, decide_kernel, call, "auto", "auto")
-        remember_answered(call, "auto", "auto")
+    require_kernel(call, "auto", "auto")
     if not isinstance(floor, float) or not 0 < floor <= 1:
         raise ValueError(f"floor is {floor!r}; accepted: a weight over 0 and up to 1.0")
     numbers = flatten(windows, query.shape[2], key.shape[2])

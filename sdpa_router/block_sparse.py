@@ -7,11 +7,10 @@ from typing import Any, Literal, overload
 import torch
 
 from . import run
-from .decide import Call, decide_kernel, kernel_against
+from .decide import Call
 from .mask import key_view
-from .recent import answered_before, remember_answered
 from .tile_mask import TILE, tile_mask, valid_keys
-from .traced import refuse
+from .traced import require_kernel
 
 
 @overload
@@ -79,11 +78,7 @@ def block_sparse_attention(
     >>> out = block_sparse_attention(q, k, v, keep)  # 32768 tokens, a quarter of the tiles
     """
     call = Call(query, key, value, attn_mask, 0.0, False, scale, True)
-    if not answered_before(call, "auto", "auto"):
-        codes = [reason.code.value for reason in kernel_against(call, "auto", "auto")]
-        if codes:
-            refuse(codes, decide_kernel, call, "auto", "auto")
-        remember_answered(call, "auto", "auto")
+    require_kernel(call, "auto", "auto")
     if type(block) is not int or block < TILE or block % TILE:
         raise ValueError(f"block is {block!r}; accepted: a multiple of {TILE}")
     batch, heads, q_len, _ = query.shape

@@ -11,8 +11,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import run
 from .backends.base import BackendLimits
 from .choose import choose
-from .decide import Call, call_against, decide, needs_mask_cast, reasons_against
+from .decide import (
+    Call,
+    call_against,
+    decide,
+    decide_kernel,
+    kernel_against,
+    needs_mask_cast,
+    reasons_against,
+)
 from .decision import Decision, MaskKind, Reason, UnsupportedError
+from .recent import answered_before, remember_answered
 from .record import sight
 from .settings import settings_of
 from .sighting import plain_number
@@ -73,6 +82,16 @@ def _example(variable: ComptimeVar) -> Any:
     with fake.fake_mode:
         example = torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)
     return example.requires_grad_(fake.requires_grad)
+
+
+def require_kernel(call: Call, pv: str, precision: str) -> None:
+    """Raise UnsupportedError as refuse() does for what the int8 kernel can't answer; a call seen before is quick."""
+    if answered_before(call, pv, precision):
+        return
+    codes = [reason.code.value for reason in kernel_against(call, pv, precision)]
+    if codes:
+        refuse(codes, decide_kernel, call, pv, precision)
+    remember_answered(call, pv, precision)
 
 
 def refuse(codes: list[str], decide_again: Callable[..., Decision], *arguments: object) -> None:
