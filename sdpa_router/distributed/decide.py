@@ -61,8 +61,7 @@ class Way(NamedTuple):
 def require(asked: Asked) -> None:
     """Raise UnsupportedError if the kernel does not attend to shards of these tensors; a call seen before is quick."""
     call = asked.as_call()
-    comparable = type(asked.causal) is bool and isinstance(asked.scale, (int, float, type(None)))
-    if comparable and answered_before(call, "auto", "auto"):
+    if answered_before(call, "auto", "auto"):
         return
     decision = judge(asked)
     if decision.reasons:
