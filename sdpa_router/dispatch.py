@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import time
 from collections.abc import Hashable
 from enum import Enum
 from typing import Any
@@ -30,12 +32,18 @@ from .traced import traced
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (float, int)
 _MAX_SCALE = LIMITS.max_scale
+_new = tuple.__new__  # a named tuple's own is one more call
 _recall = known.get
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 _modes = torch._C._len_torch_function_stack
 _any_autocast = torch._C._is_any_autocast_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
+# What may be otherwise soon, so that a backend is asked again after a pause: each attempt empties torch's cache.
+_PASSES = (torch.OutOfMemoryError, MemoryError)
+_PAUSE_S = 1.0
 
 
 class Turn(Enum):
@@ -165,7 +173,7 @@ def _answer(
         sighting.tick()
         settings = sighting.settings
         return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv, settings.precision)[0]
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = _new(Call, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     if sighting.summaries is not None and attn_mask is not None:
         sighting = _by_its_tiles(sighting, call)
         if sighting.decision.routed:
@@ -177,14 +185,16 @@ def _answer(
 
 def _ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tensor:
     """Let the backend that was chosen answer, or the next one where it can't just now or fails."""
-    while sighting.decision.route is not Route.SDPA:
+    while sighting.asked is not None:
         if sighting.instead is not None:
-            sighting = sighting.instead
-            continue
+            if time.monotonic() < sighting.asked_again:
+                sighting = sighting.instead
+                continue
+            sighting.instead = None
         try:
-            backend = find_backend(sighting.decision.backend)
+            backend = find_backend(sighting.asked)
         except KeyError:  # another thread has unregistered it just now
-            gone = Reason(Code.PACKAGE, f"no backend {sighting.decision.backend!r}", "one that is registered")
+            gone = Reason(Code.PACKAGE, f"no backend {sighting.asked!r}", "one that is registered")
             sighting = _without(sighting, call, (gone,))
             continue
         try:
@@ -192,14 +202,16 @@ def _ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tens
             if reasons:
                 sighting = _without(sighting, call, reasons)
                 continue
-            out = run.backend(backend, call, sighting.settings, attention)
+            out = run.backend(backend, call, sighting.settings, attention, sighting)
         except Exception as error:
             if sighting.settings.on_error == "raise":
                 sighting.tick()
                 _attach(error, sighting.decision)
                 raise
-            logger.warning("%s failed, the next backend answers from now on: %s", backend.name, error)
-            sighting.instead = _without(sighting, call, (failure(error),))
+            passes = isinstance(error, _PASSES)
+            sighting.asked_again = time.monotonic() + _PAUSE_S if passes else math.inf
+            sighting.instead = _without(sighting, call, (failure(error),), passes=passes)
+            sighting = sighting.instead
             continue
         sighting.tick()
         return out
@@ -209,16 +221,30 @@ def _ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tens
     return run.native(call, attention, cast_mask=bool(sighting.decision.notes))
 
 
-def _without(sighting: Sighting, call: Call, reasons: tuple[Reason, ...]) -> Sighting:
-    """Decide again, with these reasons against the backend that was chosen."""
+def _without(sighting: Sighting, call: Call, reasons: tuple[Reason, ...], *, passes: bool = False) -> Sighting:
+    """Decide again, with these reasons against the backend that was chosen; passes: whether they may be gone soon."""
     name = sighting.decision.backend
     refused = {**sighting.refused, name: (*sighting.refused.get(name, ()), *reasons)}
-    key = ("without", sighting, tuple(reason.code for reason in reasons))
+    key = ("without", sighting, tuple(reason.code for reason in reasons), passes)
     made = known.get(key)
     if made is None:
         made = sight(key, call, choose(call, sighting.settings, refused), sighting.settings)
         made.refused = refused
+        _log_failures(made.decision, sighting.decision)
     return made
+
+
+def _log_failures(decision: Decision, before: Decision | None = None) -> None:
+    """Log the errors of backends that `decision` fell back from, but those that fell out in the one `before` it."""
+    told = () if before is None else [name for name, reasons in before.passed_over if _failed(reasons)]
+    for name, reasons in decision.passed_over:
+        if name not in told:
+            for reason in _failed(reasons):
+                logger.warning("%s failed, another backend answers instead: %s", name, reason.given)
+
+
+def _failed(reasons: tuple[Reason, ...]) -> list[Reason]:
+    return [reason for reason in reasons if reason.code is Code.BACKEND_FAILED]
 
 
 def _attach(error: Exception, decision: Decision) -> None:
@@ -284,7 +310,10 @@ def _judge(call: Call, name: str, skipped: bool, signature: Hashable) -> Sightin
     if settings.skip is not None:
         settings = dataclasses.replace(settings, skip=lambda _: skipped)  # asked once a call
     decision = choose(call, settings)
-    return sight(signature or (name, str(decision)), call, decision, settings)
+    sighting = sight(signature or (name, str(decision)), call, decision, settings)
+    if not sighting.count:
+        _log_failures(decision)
+    return sighting
 
 
 def _require_grad(*tensors: torch.Tensor | None) -> tuple[bool, ...] | bool:

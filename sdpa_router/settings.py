@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from . import scalars
 from .backends.base import backend_names
 from .kernels.int8_attention.limits import LIMITS
 
@@ -51,8 +52,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.on_unsupported not in ON_UNSUPPORTED:
             raise ValueError(f"on_unsupported is {self.on_unsupported!r}; accepted: {', '.join(ON_UNSUPPORTED)}")
-        if self.min_kv is not None and (type(self.min_kv) is not int or self.min_kv < 0):
-            raise ValueError(f"min_kv is {self.min_kv!r}; accepted: None or an int of at least 0")
+        scalars.whole(self, "min_kv", 0, or_none=True)
         if self.pv not in LIMITS.pv:
             raise ValueError(f"pv is {self.pv!r}; accepted: {', '.join(LIMITS.pv)}")
         if self.precision not in LIMITS.precision:
@@ -63,10 +63,10 @@ class Settings:
             hash(self.skip)
         except TypeError:
             raise TypeError(f"skip is {self.skip!r}; accepted: None or a function of a Call that is hashable") from None
-        if type(self.log) is not bool:
-            raise TypeError(f"log is {self.log!r}; accepted: True or False")
-        if type(self.by_tile) is not bool:
-            raise TypeError(f"by_tile is {self.by_tile!r}; accepted: True or False")
+        scalars.flags(self, "log", "allow_mask_blind", "by_tile")
+        scalars.real(self, "max_error", or_none=True)
+        if self.on_error not in ON_ERROR:
+            raise ValueError(f"on_error is {self.on_error!r}; accepted: {', '.join(ON_ERROR)}")
         self._check_backends()
 
     def _check_backends(self) -> None:
@@ -78,12 +78,6 @@ class Settings:
         if not ordered or self.backends == ():
             accepted = f"{FASTEST!r} or different names out of {', '.join(known)}, as a tuple in order"
             raise ValueError(f"backends is {self.backends!r}; accepted: {accepted}")
-        if type(self.allow_mask_blind) is not bool:
-            raise TypeError(f"allow_mask_blind is {self.allow_mask_blind!r}; accepted: True or False")
-        if self.max_error is not None and not (type(self.max_error) in (int, float) and self.max_error >= 0):
-            raise ValueError(f"max_error is {self.max_error!r}; accepted: None or a number of at least 0")
-        if self.on_error not in ON_ERROR:
-            raise ValueError(f"on_error is {self.on_error!r}; accepted: {', '.join(ON_ERROR)}")
 
     @property
     def only_int8(self) -> bool:
