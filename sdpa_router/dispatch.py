@@ -56,26 +56,18 @@ class Turn(Enum):
 TORCH = Turn.TORCH  # asking the class for it takes longer
 
 
-def dispatch(
-    name: str, attention: run.Attention, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> torch.Tensor | Turn:
-    """Answer a call with SDPA's arguments under the settings `name`, or return whose turn it is.
+def dispatch(name: str, attention: run.Attention, args: tuple[Any, ...]) -> torch.Tensor | Turn:
+    """Answer a call under the settings `name`, or return whose turn it is.
 
-    kwargs: None where args are all eight, in the order of a Call.
+    args: query, key and value, or all eight in the order of a Call.
     A decision is recalled by everything that it depends on: from the call that followed the last one before, or else
-    from those with a key of this size (recent.py), or else by a signature. Arguments that are not SDPA's are torch's
-    turn: it says so.
+    from those with a key of this size (recent.py), or else by a signature.
     """
-    if kwargs is None:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = args
-    elif kwargs or len(args) != 3:
-        try:
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = bound(*args, **kwargs)
-        except TypeError:
-            return TORCH
-    else:
+    if len(args) == 3:
         query, key, value = args
         attn_mask, dropout_p, is_causal, scale, enable_gqa = None, 0.0, False, None, False
+    else:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = args
     if _compiling():
         return traced(Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), name, attention)
     before = latest.call
@@ -101,21 +93,6 @@ def dispatch(
         guess.tick()
         return TORCH
     return _answer(guess.sighting, attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-def bound(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Any, ...]:
-    """Return the eight arguments of a call, or raise TypeError for what SDPA does not take."""
-    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 
 def _dispatch_by_signature(name: str, attention: run.Attention, call: Call) -> torch.Tensor | Turn:
@@ -185,16 +162,16 @@ def _answer(
 
 def _ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tensor:
     """Let the backend that was chosen answer, or the next one where it can't just now or fails."""
-    while sighting.asked is not None:
+    while (name := sighting.asked) is not None:
         if sighting.instead is not None:
             if time.monotonic() < sighting.asked_again:
                 sighting = sighting.instead
                 continue
             sighting.instead = None
         try:
-            backend = find_backend(sighting.asked)
+            backend = find_backend(name)
         except KeyError:  # another thread has unregistered it just now
-            gone = Reason(Code.PACKAGE, f"no backend {sighting.asked!r}", "one that is registered")
+            gone = Reason(Code.PACKAGE, f"no backend {name!r}", "one that is registered")
             sighting = _without(sighting, call, (gone,))
             continue
         try:

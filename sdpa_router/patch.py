@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+import types
 import warnings
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from . import run
-from .dispatch import TORCH, Turn, bound, dispatch, under_foreign_mode
+from .dispatch import TORCH, Turn, dispatch, under_foreign_mode
 from .record import judge_anew
 from .settings import OFF, active, traced_as_constant
 
@@ -167,25 +168,53 @@ def _patch_for(found: run.Attention) -> run.Attention:
 
 
 def _patch_over(previous: run.Attention) -> run.Attention:
+    # Torch's own function reads arguments faster by place; a foreign one gets them as they were given.
+    by_place = isinstance(previous, types.BuiltinFunctionType)
+
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         name = active.name
+        call: tuple[Any, ...] = ()
         if name is OFF or _top is not scaled_dot_product_attention:
             usual = _compiling() or _are_plain(args, kwargs)
         else:
-            answer = dispatch(name, previous, args, kwargs)
+            try:
+                call = _bound(*args, **kwargs) if kwargs or len(args) != 3 else args
+            except TypeError:  # torch says what it takes
+                answer: torch.Tensor | Turn = TORCH
+            else:
+                answer = dispatch(name, previous, call)
             usual = answer is TORCH
             if not usual and not isinstance(answer, Turn):
                 return answer
         if usual and (not _modes() or _compiling() or not under_foreign_mode()):
-            return previous(*args, **kwargs)
+            if not by_place or len(call) != 8:
+                return previous(*args, **kwargs)
+            if call[6] is None and call[7] is False:
+                return previous(*call[:6])
+            return previous(*call[:6], scale=call[6], enable_gqa=call[7])
         return as_if_absent(previous, args, kwargs)
 
     patch: Any = scaled_dot_product_attention
     patch.__wrapped__ = previous
     patch.__doc__ = previous.__doc__
     patch.__qualname__ = patch.__name__
-    patch.__signature__ = inspect.signature(bound)
+    patch.__signature__ = inspect.signature(_bound)
     return cast(run.Attention, patch)
+
+
+def _bound(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Any, ...]:
+    """Return the eight arguments of a call, or raise TypeError for what SDPA does not take."""
+    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 
 def _are_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Attention = Callable[..., torch.Tensor]
 
+_is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+
 # What F.scaled_dot_product_attention was before the router took its place; None while it is not there.
 below: Attention | None = None
 
@@ -145,7 +147,7 @@ def _own_answer(chosen: Backend, call: Call, out: object) -> torch.Tensor:
     if 0 < query.stride(1) < query.stride(2) and not 0 < out.stride(1) < out.stride(2):
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     # Such as the value of an only key, expanded: whoever writes to the answer must not write to an argument.
-    return out.clone() if any(torch._C._is_alias_of(out, tensor) for tensor in tensors_of(call)) else out
+    return out.clone() if any(_is_alias_of(out, tensor) for tensor in tensors_of(call)) else out
 
 
 def _fits(out: torch.Tensor, call: Call) -> bool:
