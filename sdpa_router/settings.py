@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,12 +78,21 @@ class Settings:
         ordered = isinstance(names, tuple) and all(name in known for name in names) and len({*names}) == len(names)
         if not ordered or self.backends == ():
             accepted = f"{FASTEST!r} or different names out of {', '.join(known)}, as a tuple in order"
-            raise ValueError(f"backends is {self.backends!r}; accepted: {accepted}")
+            raise ValueError(f"backends is {self.backends!r}; accepted: {accepted}{_meant(self.backends, known)}")
 
     @property
     def only_int8(self) -> bool:
         """Whether int8 and torch are all there is to choose from, by rules alone."""
         return self.backends == BACKENDS and self.max_error is None and self.on_error == "raise"
+
+
+def _meant(backends: object, known: tuple[str, ...]) -> str:
+    """Return what was probably meant by names that are not taken, as the end of a sentence."""
+    given = backends.split(",") if isinstance(backends, str) else backends if isinstance(backends, tuple) else ()
+    texts = [name.strip().lower() for name in given if isinstance(name, str)]
+    names = [close for text in texts for close in difflib.get_close_matches(text, (*known, FASTEST), 1)]
+    meant = FASTEST if names == [FASTEST] else tuple(dict.fromkeys(names))
+    return f"; did you mean {meant!r}?" if names else ""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -248,7 +248,7 @@ def test_what_can_not_be_registered(registered):
     for broken in (dataclasses.replace(mine("other"), limits=None), mine("other", now=5)):
         with pytest.raises(TypeError, match="accepted"):
             base.register_backend(broken)
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=r"given 'int8', accepted: what was registered \(mine\)"):
         base.unregister_backend("int8")
 
 

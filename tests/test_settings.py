@@ -4,6 +4,7 @@ import dataclasses
 import fractions
 import inspect
 import math
+import re
 import sys
 import types
 
@@ -138,6 +139,24 @@ def test_what_is_no_such_number_or_flag_is_refused(given):
 def test_backends_without_an_order_or_unknown_are_refused(backends):
     with pytest.raises(ValueError, match=r"backends is .*; accepted: 'fastest' or different names out of int8"):
         route(backends=backends)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        *(("sage", "('sage',)"), ("INT8,torch", "('int8', 'torch')"), (("int8", "sagee"), "('int8', 'sage')")),
+        *(("Fastest", "'fastest'"), (["fastest"], "'fastest'"), (("int8", "int8"), "('int8',)")),
+    ],
+)
+def test_who_was_meant_is_said(given, meant):
+    with pytest.raises(ValueError, match=re.escape(f"; did you mean {meant}?")):
+        Settings(backends=given)
+
+
+@pytest.mark.parametrize("given", [(), "", None, 5, (None,), ([],), ("größe",), "xyzzy"])
+def test_where_nobody_could_be_meant_nothing_is_guessed(given):
+    with pytest.raises(ValueError, match=r"as a tuple in order$"):
+        Settings(backends=given)
 
 
 def test_backends_as_a_list_in_traced_code():

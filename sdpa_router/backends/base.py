@@ -199,6 +199,8 @@ def unregister_backend(name: str) -> None:
     Settings that name it send their calls to the next backend.
     """
     with _lock:
+        if name not in _registered:
+            raise KeyError(f"given {name!r}, accepted: what was registered ({', '.join(_registered) or 'nothing yet'})")
         del _registered[name]
     _judge_anew()
 
