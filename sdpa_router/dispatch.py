@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-import time
 from collections.abc import Hashable
 from enum import Enum
 from typing import Any
@@ -15,15 +12,15 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from . import run
-from .backends.base import find_backend
+from .asking import ask, attach, log_failures
 from .by_tile import PATIENCE, counts_of, refine, unknown
-from .choose import choose, failure
+from .choose import choose
 from .decide import Call, mask_cast_note, needs_mask_cast
 from .decision import Code, Decision, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
-from .mask_summary import full_view, is_same, summarised, trace
+from .mask_summary import is_same, trace
 from .recent import latest, remember, with_key_of_size
-from .record import known, logger, report, sight
+from .record import known, report, sight
 from .settings import settings_of, skipping, skips
 from .sighting import Sighting
 from .traced import traced
@@ -39,11 +36,6 @@ _grad_enabled = torch.is_grad_enabled
 _modes = torch._C._len_torch_function_stack
 _any_autocast = torch._C._is_any_autocast_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
-
-
-# What may be otherwise soon, so that a backend is asked again after a pause: each attempt empties torch's cache.
-_PASSES = (torch.OutOfMemoryError, MemoryError)
-_PAUSE_S = 1.0
 
 
 class Turn(Enum):
@@ -149,87 +141,15 @@ def _answer(
     if sighting.direct:
         sighting.tick()
         settings = sighting.settings
-        return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv, settings.precision)[0]
+        try:
+            return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv, settings.precision)[0]
+        except Exception as error:
+            attach(error, sighting.decision)
+            raise
     call = _new(Call, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     if sighting.summaries is not None and attn_mask is not None:
         sighting = _by_its_tiles(sighting, call)
-        if sighting.decision.routed:
-            sighting.tick()
-            mask = full_view(attn_mask, key.shape[2])
-            return run.by_tile(query, key, value, mask, summarised(mask).summary, scale, False)[0]
-    return _ask(sighting, attention, call)
-
-
-def _ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tensor:
-    """Let the backend that was chosen answer, or the next one where it can't just now or fails."""
-    while (name := sighting.asked) is not None:
-        if sighting.instead is not None:
-            if time.monotonic() < sighting.asked_again:
-                sighting = sighting.instead
-                continue
-            sighting.instead = None
-        try:
-            backend = find_backend(name)
-        except KeyError:  # another thread has unregistered it just now
-            gone = Reason(Code.PACKAGE, f"no backend {name!r}", "one that is registered")
-            sighting = _without(sighting, call, (gone,))
-            continue
-        try:
-            reasons = tuple(backend.reasons_now(call)) if backend.reasons_now is not None else ()
-            if reasons:
-                sighting = _without(sighting, call, reasons)
-                continue
-            out = run.backend(backend, call, sighting.settings, attention, sighting)
-        except Exception as error:
-            if sighting.settings.on_error == "raise":
-                sighting.tick()
-                _attach(error, sighting.decision)
-                raise
-            passes = isinstance(error, _PASSES)
-            sighting.asked_again = time.monotonic() + _PAUSE_S if passes else math.inf
-            sighting.instead = _without(sighting, call, (failure(error),), passes=passes)
-            sighting = sighting.instead
-            continue
-        sighting.tick()
-        return out
-    sighting.tick()
-    if sighting.settings.on_unsupported == "raise" and sighting.decision.reasons:
-        raise UnsupportedError(sighting.decision)
-    return run.native(call, attention, cast_mask=bool(sighting.decision.notes))
-
-
-def _without(sighting: Sighting, call: Call, reasons: tuple[Reason, ...], *, passes: bool = False) -> Sighting:
-    """Decide again, with these reasons against the backend that was chosen; passes: whether they may be gone soon."""
-    name = sighting.decision.backend
-    refused = {**sighting.refused, name: (*sighting.refused.get(name, ()), *reasons)}
-    key = ("without", sighting, tuple(reason.code for reason in reasons), passes)
-    made = known.get(key)
-    if made is None:
-        made = sight(key, call, choose(call, sighting.settings, refused), sighting.settings)
-        made.refused = refused
-        _log_failures(made.decision, sighting.decision)
-    return made
-
-
-def _log_failures(decision: Decision, before: Decision | None = None) -> None:
-    """Log the errors of backends that `decision` fell back from, but those that fell out in the one `before` it."""
-    told = () if before is None else [name for name, reasons in before.passed_over if _failed(reasons)]
-    for name, reasons in decision.passed_over:
-        if name not in told:
-            for reason in _failed(reasons):
-                logger.warning("%s failed, another backend answers instead: %s", name, reason.given)
-
-
-def _failed(reasons: tuple[Reason, ...]) -> list[Reason]:
-    return [reason for reason in reasons if reason.code is Code.BACKEND_FAILED]
-
-
-def _attach(error: Exception, decision: Decision) -> None:
-    """Let the error of a backend tell which decision led there, as `.decision` and as a note."""
-    with contextlib.suppress(Exception):  # a frozen dataclass takes neither, and is to surface all the same
-        error.decision = decision  # type: ignore[attr-defined]
-        notes = getattr(error, "__notes__", [])
-        error.__notes__ = [*notes, f"sdpa_router chose {decision}"]  # type: ignore[attr-defined]
+    return ask(sighting, attention, call)
 
 
 def _by_its_tiles(sighting: Sighting, call: Call) -> Sighting:
@@ -289,7 +209,7 @@ def _judge(call: Call, name: str, skipped: bool, signature: Hashable) -> Sightin
     decision = choose(call, settings)
     sighting = sight(signature or (name, str(decision)), call, decision, settings)
     if not sighting.count:
-        _log_failures(decision)
+        log_failures(decision)
     return sighting
 
 

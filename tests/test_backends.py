@@ -21,7 +21,21 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdpa_router
-from sdpa_router import Backend, BackendLimits, Code, Reason, Route, Settings, cli, explain, lse, route, stats
+from sdpa_router import (
+    Backend,
+    BackendLimits,
+    Code,
+    Reason,
+    Route,
+    Settings,
+    asking,
+    cli,
+    explain,
+    lse,
+    route,
+    run,
+    stats,
+)
 from sdpa_router.backends import base, comfy, fa3, sage, torch_sdpa
 from sdpa_router.backends.peers import entry_point, on_gpu
 from sdpa_router.choose import choose
@@ -30,7 +44,6 @@ from sdpa_router.integrations import comfyui, diffusers, transformers
 from sdpa_router.settings import active_name, intern, settings_of
 from sdpa_router.testing import relative_error, sdpa_oracle
 
-dispatching = sys.modules["sdpa_router.dispatch"]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Made here because torch 2.7 looks for a driver at the first one, unless there is no GPU.
 with FakeTensorMode():
@@ -397,6 +410,24 @@ def test_an_error_surfaces_with_the_decision(registered):
     assert stats()["calls"] == 1
 
 
+@pytest.mark.parametrize("on_error", ["raise", "fallback"])
+def test_so_does_one_of_our_own_kernel(monkeypatch, on_error):
+    def int8(*arguments, **options):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(run, "int8", int8)
+    monkeypatch.setattr("sdpa_router.decide.unavailable", lambda device: None)
+    tensors = draw()
+    with route(min_kv=0, on_error=on_error):
+        if on_error == "fallback":
+            assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
+            return
+        with pytest.raises(RuntimeError, match="no kernel image") as caught:
+            F.scaled_dot_product_attention(*tensors)
+    assert caught.value.decision.routed
+    assert "sdpa_router chose int8" in caught.value.__notes__[0]
+
+
 def test_a_fallback_is_logged_once_and_stays(registered, caplog):
     calls, _ = failing(registered)
     tensors = draw()
@@ -414,7 +445,7 @@ def test_a_fallback_is_logged_once_and_stays(registered, caplog):
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
 def test_who_ran_out_of_memory_is_asked_again_later(registered, caplog, monkeypatch, error):
     clock = [100.0]
-    monkeypatch.setattr(dispatching, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(asking, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     calls, errors = failing(registered, error)
     tensors = draw()
 
@@ -436,7 +467,7 @@ def test_who_ran_out_of_memory_is_asked_again_later(registered, caplog, monkeypa
 
 
 def test_an_error_after_one_of_memory_is_told_and_stays(registered, caplog, monkeypatch):
-    monkeypatch.setattr(dispatching, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(asking, "_PAUSE_S", 0.0)
     calls, errors = failing(registered, torch.OutOfMemoryError)
     tensors = draw()
     with caplog.at_level(logging.WARNING), route(backends=("mine",), on_error="fallback"):
