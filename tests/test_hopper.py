@@ -81,7 +81,8 @@ def test_rows_of_any_width_are_written_and_nothing_beside_them(head_dim, fp8):
     out, lse = run(query, key, value, changes={}, fp8=fp8, out=room[..., :head_dim])
     exact, exact_lse = sdpa_oracle(query, key, value)
     assert (room[..., head_dim:] == 7).all()
-    assert relative_error(out, exact) < (0.045 if fp8 else 0.0135)
+    # Of 136 the last 8 are rotated into 128 columns, each of which is rounded.
+    assert relative_error(out, exact) < (0.045 if fp8 else 0.0135 if head_dim <= 128 else 0.016)
     assert (lse - exact_lse).abs().max() < 0.06
 
 
