@@ -70,9 +70,9 @@ def test_the_ring_is_the_merge_of_its_shards(found):
     assert len(cases) == (4 if len(found) == 2 else 1)
     for rank in found:
         for case in cases:
-            assert rank[case]["out"] <= 1.01
-            assert rank[case].get("mean", 0) <= 3e-5
-            assert rank[case]["lse"] <= 1e-6
+            assert rank[case]["out"] <= 1.01, (case, rank[case])
+            assert rank[case].get("mean", 0) <= 3e-5, (case, rank[case])
+            assert rank[case]["lse"] <= 1e-6, (case, rank[case])
 
 
 def test_error_is_that_of_one_process(found):

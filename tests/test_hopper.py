@@ -31,7 +31,9 @@ def draw(heads, kv_heads, q_len, kv_len, head_dim):
     return [torch.randn(2, h, n, head_dim, device="cuda").bfloat16() for h, n in shapes]
 
 
-def run(query, key, value, mask=None, *, changes, fp8=False, high=False, is_causal=False, online=False, scale=None):
+def run(
+    query, key, value, mask=None, *, changes, fp8=False, high=False, is_causal=False, online=False, scale=None, out=None
+):
     from sdpa_router.kernels.int8_attention import hopper
     from sdpa_router.kernels.int8_attention.quantize import quantize
     from sdpa_router.kernels.int8_attention.quantize_value import quantize_value
@@ -41,7 +43,7 @@ def run(query, key, value, mask=None, *, changes, fp8=False, high=False, is_caus
     scale = head_dim**-0.5 if scale is None else scale
     quantized = quantize(query, key, mask, scale, config, lse=True, per_token=high)
     values = quantize_value(value, quantized.bias, config) if fp8 else value
-    out = torch.full_like(query, torch.nan)
+    out = torch.full_like(query, torch.nan) if out is None else out
     lse = torch.full(query.shape[:3], torch.nan, device="cuda")
     hopper.attention(quantized, values, config, is_causal=is_causal, out=out, lse=lse, online=online)
     return out, lse
@@ -68,6 +70,20 @@ def test_every_variant_matches_the_oracle(head_dim, changes, fp8, online):
             assert relative_error(out, exact) < budget, (kv_len, mask is None, is_causal)
             difference = torch.where(lse == exact_lse, 0.0, (lse - exact_lse).abs())  # -inf where a row has no keys
             assert difference.max() < 0.06, (kv_len, mask is None, is_causal)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 72, 80, 104, 136])
+def test_rows_of_any_width_are_written_and_nothing_beside_them(head_dim, fp8):
+    """A head_dim that is no width of the kernel's own: its last columns are not the next row's first."""
+    query, key, value = draw(2, 2, 200, 300, head_dim)
+    room = torch.full((2, 2, 200, 2 * head_dim), 7.0, device="cuda").bfloat16()
+    out, lse = run(query, key, value, changes={}, fp8=fp8, out=room[..., :head_dim])
+    exact, exact_lse = sdpa_oracle(query, key, value)
+    assert (room[..., head_dim:] == 7).all()
+    # Of 136 the last 8 are rotated into 128 columns, each of which is rounded.
+    assert relative_error(out, exact) < (0.045 if fp8 else 0.0135 if head_dim <= 128 else 0.016)
+    assert (lse - exact_lse).abs().max() < 0.06
 
 
 @pytest.mark.parametrize("changes", [{}, NARROW])

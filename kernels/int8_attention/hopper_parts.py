@@ -270,8 +270,9 @@ def _write_parts(acc, rest, total, top, rows, out, lse, v_scale, term, anchor, k
         REST: gl.constexpr = rest.type.layout
         if T.FP8:
             rest = _times_channels(rest, v_scale + T.COLUMNS)
+        left: gl.constexpr = T.HEAD_DIM - T.COLUMNS
         _write(
-            rest, total, top, rows, out + T.COLUMNS, lse, term, anchor, keep, M, s_om, s_lm, REST, T.REST, T.REST, False
+            rest, total, top, rows, out + T.COLUMNS, lse, term, anchor, keep, M, s_om, s_lm, REST, T.REST, left, False
         )
 
 
