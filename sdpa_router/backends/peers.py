@@ -104,4 +104,5 @@ def spoil(out: torch.Tensor, call: Call, bias: torch.Tensor | None = None) -> to
     group = call.query.shape[1] // seen.shape[1]
     if group > 1:
         seen = seen.repeat_interleave(group, dim=1)
-    return out.add_(seen if bias is None else seen + bias).add_(largest(call.query, dim=-1) * 0)
+    # In one pass: 0 * 0 is 0, and NaN times either of them NaN.
+    return out.addcmul_(seen if bias is None else seen + bias, largest(call.query, dim=-1) * 0)
