@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-import types
 import warnings
 from typing import Any, cast
 
@@ -168,12 +167,8 @@ def _patch_for(found: run.Attention) -> run.Attention:
 
 
 def _patch_over(previous: run.Attention) -> run.Attention:
-    # Torch's own function reads arguments faster by place; a foreign one gets them as they were given.
-    by_place = isinstance(previous, types.BuiltinFunctionType)
-
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         name = active.name
-        call: tuple[Any, ...] = ()
         if name is OFF or _top is not scaled_dot_product_attention:
             usual = _compiling() or _are_plain(args, kwargs)
         else:
@@ -187,11 +182,7 @@ def _patch_over(previous: run.Attention) -> run.Attention:
             if not usual and not isinstance(answer, Turn):
                 return answer
         if usual and (not _modes() or _compiling() or not under_foreign_mode()):
-            if not by_place or len(call) != 8:
-                return previous(*args, **kwargs)
-            if call[6] is None and call[7] is False:
-                return previous(*call[:6])
-            return previous(*call[:6], scale=call[6], enable_gqa=call[7])
+            return previous(*args, **kwargs)
         return as_if_absent(previous, args, kwargs)
 
     patch: Any = scaled_dot_product_attention
