@@ -8,10 +8,11 @@ import torch
 
 from .decide import Call
 from .decision import show
+from .entry import kernel_entry
 from .kernels.int8_attention.limits import LIMITS
 from .mask import key_view
 from .qk import Groups, Layout, Prepared, QuantizedQK, expect
-from .quantized import choose_config, default_scale, native_layout, require_kernel, untraced, version_of
+from .quantized import choose_config, default_scale, key_row, native_layout, require_kernel, version_of
 
 NOT_ROTATED = "none"
 
@@ -42,7 +43,7 @@ class QuantizedSide:
         return self.softmax_scale is None
 
 
-@untraced
+@kernel_entry
 def int8_linear_qk(
     x: torch.Tensor,
     weight_int8: torch.Tensor,
@@ -105,8 +106,7 @@ def int8_linear_qk(
             return QuantizedSide(
                 made.query, made.query_scale, x.shape[1], head_dim, kind, layout, softmax_scale=softmax_scale
             )
-        mask = None if attn_mask is None else key_view(attn_mask)
-        keys = linear.linear_key(layer, mask, config, group=group, per_token=precision == "high")
+        keys = linear.linear_key(layer, key_row(attn_mask), config, group=group, per_token=precision == "high")
     return QuantizedSide(
         keys.key,
         keys.key_scale.flatten(2),

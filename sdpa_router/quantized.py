@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +12,7 @@ from . import run
 from .buffers import check_buffer, check_memory
 from .decide import Call, decide_kernel
 from .decision import UnsupportedError, show
+from .entry import kernel_entry, readable
 from .kernels.int8_attention.configs import (
     Config,
     arch_of,
@@ -33,23 +31,7 @@ ROTATION = "sdpa_router"  # random signs and Hadamard, in the order of channels
 ROTATION_OF_PAIRS = "sdpa_router, pairs"  # the same after RoPE, in the order of the fused kernels
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def untraced(function: _Function) -> _Function:
-    """Decorate a function that torch.compile is not to look into: the graph breaks there."""
-
-    # torch.compiler.disable as a decorator would import torch._dynamo, and Triton, with this module.
-    @functools.wraps(function)
-    def plainly(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return plainly  # type: ignore[return-value]
-
-
-@untraced
+@kernel_entry
 def quantize_qk(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -82,7 +64,7 @@ def quantize_qk(
 
     softmax_scale = default_scale(query, scale)
     config = choose_config(query, pv, precision)
-    mask = None if attn_mask is None else key_view(attn_mask)
+    mask = key_row(attn_mask)
     with torch.cuda.device_of(query):
         queries, keys = quantize_pair(query, key, mask, softmax_scale, config, lse=lse, per_token=precision == "high")
         values = None if value is None else quantize_value(value, keys.bias, config)
@@ -106,7 +88,7 @@ def quantize_qk(
     )
 
 
-@untraced
+@kernel_entry
 def attend(
     quantized: QuantizedQK,
     value: torch.Tensor | None,
@@ -172,8 +154,9 @@ def for_kernel(quantized: QuantizedQK) -> QuantizedQK:
         query_scale = query_scale * (abs(quantized.softmax_scale) * _LOG2E)
         query = query.neg() if quantized.softmax_scale < 0 else query
     prepared = Prepared(config)
-    if quantized.attn_mask is not None:
-        bias, anchor, live = prepare(key_view(quantized.attn_mask), quantized.kv_len, config)
+    mask = key_row(quantized.attn_mask)
+    if mask is not None:
+        bias, anchor, live = prepare(mask, quantized.kv_len, config)
         prepared = Prepared(config, bias, anchor, live)
     if quantized.value is not None and quantized.prepared is not None:
         held = quantized.prepared.config
@@ -240,6 +223,11 @@ def native_layout(config: Config, precision: str, rotation: str) -> Layout:
 def default_scale(query: torch.Tensor, scale: float | None) -> float:
     """The softmax scale as a plain number."""
     return 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+
+
+def key_row(attn_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask as kernels read it, [1 or B, 1 or H, 1, 1 or K]."""
+    return None if attn_mask is None else readable(key_view(attn_mask))
 
 
 def version_of(mask: torch.Tensor | None) -> int | None:
@@ -313,6 +301,7 @@ def _same_mask(given: torch.Tensor, quantized: QuantizedQK) -> bool:
         and view.data_ptr() == other.data_ptr()
         and view.shape == other.shape
         and view.stride() == other.stride()
+        and view.is_neg() == other.is_neg()
     )
 
 

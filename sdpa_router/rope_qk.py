@@ -9,17 +9,17 @@ import torch
 
 from .decide import Call
 from .decision import show
-from .mask import key_view
+from .entry import kernel_entry
 from .qk import Prepared, QuantizedQK
 from .quantized import (
     ROTATION_OF_PAIRS,
     choose_config,
     default_scale,
     heads_inside,
+    key_row,
     native_layout,
     quantize_qk,
     require_kernel,
-    untraced,
     version_of,
 )
 from .rope_tables import check_gradient, shown, tables_of
@@ -32,7 +32,7 @@ Segments = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Weight = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
 
 
-@untraced
+@kernel_entry
 def rms_rope_quantize(
     query: Segments,
     key: Segments,
@@ -135,7 +135,7 @@ def _quantize(
     norm, rope = Norm(eps, across), Rope(rotary, interleaved)
     with torch.cuda.device_of(query.x):
         keys, rotation = rms_rope_quantize_key(
-            key, None if attn_mask is None else key_view(attn_mask), config, norm, rope,
+            key, key_row(attn_mask), config, norm, rope,
             group=query.x.shape[1] // key.x.shape[1], per_token=precision == "high",
         )  # fmt: skip
         shift = keys.shift if lse else None
