@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_quantise_stage import kernel_times
 from records import RESULTS, Invocation, commit_here, table
 from timing import Effort, Run, captured, interleaved
 
@@ -99,15 +100,15 @@ CASES = {
 # Launches of the fused kernels to be measured beside the one that is used: changes of the tables in fused_tiles.py.
 TILES: dict[str, dict[str, Any]] = {
     "default": {},
-    "queries held": {"_QUERIES": Tile(8, 8, 16, 4, 168, True, False, 3)},
-    "queries held, ahead": {"_QUERIES": Tile(8, 8, 16, 4, None, True, True, 2)},
-    "queries afresh": {"_QUERIES": Tile(8, 8, 16, 4, 128, False, False, 4)},
-    "queries afresh, ahead": {"_QUERIES": Tile(8, 8, 16, 4, 168, False, True, 3)},
-    "keys held": {"_KEYS": Tile(128, 1, 16, 8)},
-    "keys held, ahead": {"_KEYS": Tile(128, 1, 16, 8, ahead=True)},
-    "keys held, ahead, 4 heads": {"_KEYS": Tile(128, 1, 4, 8, ahead=True)},
-    "keys afresh": {"_KEYS": Tile(128, 1, 16, 8, 128, held=False, beside=2)},
-    "keys afresh, 4 heads": {"_KEYS": Tile(128, 1, 4, 8, 128, held=False, beside=2)},
+    "float32": {"_QUERIES_FP16": None, "_KEYS_FP16": None},
+    "keys float32": {"_KEYS_FP16": None},
+    "keys, one program": {"_KEYS_FP16": Tile(128, 1, 16, 8, ahead=True)},
+    "keys ahead": {"_KEYS_FP16": Tile(128, 1, 16, 8, 128, ahead=True, beside=2)},
+    "keys, 8 heads": {"_KEYS_FP16": Tile(128, 1, 8, 8, 128, beside=2)},
+    "keys afresh": {"_KEYS_FP16": Tile(128, 1, 16, 8, 128, held=False, beside=2)},
+    "queries float32": {"_QUERIES_FP16": None},
+    "queries not ahead": {"_QUERIES_FP16": Tile(8, 8, 16, 4, 128, beside=4)},
+    "queries, 16 rows": {"_QUERIES_FP16": Tile(16, 8, 16, 8, 128, ahead=True, beside=2)},
 }
 PER_TILE = ("copy", "fused")
 
@@ -276,6 +277,9 @@ def measure(case: Case, invocation: Invocation, tiles: str, check_only: bool) ->
     }
     if check_only:
         return row
+    if device.type == "cuda":
+        turns = itertools.cycle(problems)
+        row["kernels_us"] = kernel_times(lambda: fused(next(turns), config))
     for name, timing in interleaved(runs, device, EFFORT).items():
         if isinstance(timing, Exception):
             raise timing

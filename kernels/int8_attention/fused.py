@@ -129,17 +129,18 @@ def _launch_keys(
         "BIAS": bias if bias is not None else made.shift, "SHIFT": made.shift, "ROTATION": rotation,
         "bias_rows": group if bias is not None and bias.shape[1] > 1 else 1,
     }  # fmt: skip
+    tile = key_tile(padded, config, normed=norm.eps is not None and not norm.across)
+    if key.second is not None:
+        tile = tile._replace(held=False, ahead=False)  # with a choice of weights a row they would not fit registers
+    tile = tile._replace(heads=heads_of_program(tile, batch * heads * blocks))
+    arguments["SHIFT16"] = empty((batch * heads + 2, padded), torch.float16, key.x.device) if tile.fp16 else made.shift
     strides = row_strides(bias) if bias is not None else (0, 0)
     arguments |= dict(zip(("s_bias_b", "s_bias_h"), strides, strict=True))
     launch(
         _rope_key_shift, (batch * heads + 1,),
         **arguments, N=length, NP=blocks * config.block_n, ROWS=sample_rows(padded),
-        K=key.x, K2=_second(key), HAS_BIAS=bias is not None, num_warps=8, **common,
+        K=key.x, K2=_second(key), HAS_BIAS=bias is not None, FP16=tile.fp16, num_warps=8, **common,
     )  # fmt: skip
-    tile = key_tile(padded, config)
-    if key.second is not None:
-        tile = tile._replace(held=False, ahead=False)  # with a choice of weights a row they would not fit registers
-    tile = tile._replace(heads=heads_of_program(tile, batch * heads * blocks))
     norms = made.key_norm
     launch(
         _rms_rope_quantize, (triton.cdiv(heads, tile.heads) * blocks, batch),
@@ -194,12 +195,12 @@ def _launch_queries(
     across = norm.across and norm.eps is not None
     squares = empty((batch, heads, length), torch.float32, x.device) if across else made.query_scale
     unused, term = made.query_scale, made.lse_term
-    tile = query_tile(padded, config, lse=shift is not None)
+    tile = query_tile(padded, config, lse=shift is not None, normed=norm.eps is not None and not across)
     tile = tile._replace(heads=heads_of_program(tile, batch * heads * triton.cdiv(length, tile.rows)))
     launch(
         _rms_rope_quantize, (triton.cdiv(heads, tile.heads) * triton.cdiv(length, tile.rows), batch),
         **_arguments(query, norm, None), X=x, X2=_second(query),
-        SHIFT=shift if shift is not None else unused, ROTATION=rotation, BIAS=unused, Y=made.query,
+        SHIFT=shift if shift is not None else unused, SHIFT16=unused, ROTATION=rotation, BIAS=unused, Y=made.query,
         SCALE=made.query_scale, NORMS=unused, LSE_TERM=term if term is not None else unused, SQUARES=squares,
         factor=scale * LOG2E / min(padded, 128), lse_factor=scale, L=length,
         group=heads // shift.shape[1] if shift is not None else 1, bias_rows=1, s_bias_b=0, s_bias_h=0, IS_KEY=False,
@@ -281,7 +282,8 @@ def _shape(rows: Rows, rope: Rope, tile: Tile) -> dict[str, object]:
         **options, "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads, "WARPS": tile.num_warps,
         "STAGES": tile.num_stages, "AHEAD": tile.ahead and words, "HELD": tile.held, "WORDS": words,
         "WEIGHT_WORDS": words and _in_words(rows.weight, rows.second_weight), "PER_HEAD": per_head,
-        "UPCAST": interpreting(), "num_warps": tile.num_warps,
+        "UPCAST": interpreting(),
+        "FP16": tile.fp16, "num_warps": tile.num_warps,
     }  # fmt: skip
 
 
