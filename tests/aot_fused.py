@@ -19,12 +19,7 @@ from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for,
 
 aot_compile.STRIDES += "s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
 POINTERS = dict.fromkeys("W W2 COS SIN RSTD SHIFT SHIFT16 BIAS SCALE NORMS LSE_TERM SQUARES".split(), "*fp32")
-POINTERS |= dict.fromkeys("X X2 K K2 ROTATION".split(), "*bf16") | {
-    "Y": "*i8",
-    "SHIFT16": "*fp16",
-    "W": "*bf16",
-    "W2": "*bf16",
-}
+POINTERS |= dict.fromkeys("X X2 K K2 ROTATION W W2".split(), "*bf16") | {"Y": "*i8", "SHIFT16": "*fp16"}
 SCALARS = dict.fromkeys("eps factor lse_factor".split(), "fp32") | integers(
     "L N NP split heads group bias_rows s_b s_h s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl s_cj s_bias_b s_bias_h"
 )
@@ -82,14 +77,8 @@ def variants(arch: int | str) -> Iterator[Variant]:
                 {"num_warps": tile.num_warps} | ({"maxnreg": tile.max_registers} if tile.max_registers else {}),
             )
         for mode, flags in modes(head_dim):
-            constants = (
-                shared
-                | flags
-                | {
-                    "ROWS": fused.sample_rows(padded),
-                    "FP16": fused_tiles.key_tile(padded, config, normed=flags["NORM"] and not flags["ACROSS"]).fp16,
-                }
-            )
+            tile = fused_tiles.key_tile(padded, config, normed=flags["NORM"] and not flags["ACROSS"])
+            constants = shared | flags | {"ROWS": fused.sample_rows(padded), "FP16": tile.fp16}
             if flags["ACROSS"]:
                 del constants["RSTD"]
             yield f"shift D{head_dim} {mode}", fused_kernels._rope_key_shift, types, constants, {"num_warps": 8}
