@@ -144,8 +144,6 @@ def _rms_rope_quantize(
     SIN += b * s_cb
     if RSTD is not None:
         RSTD += b * L
-    i = tl.arange(0, B)
-    rotation = tl.load(ROTATION + i[:, None] * B + i[None, :])
     dtype: tl.constexpr = tl.float32 if UPCAST else X.dtype.element_ty
     R_ROWS: tl.constexpr = M // W_ROWS
     m = _row_numbers(W_ROWS, R_ROWS)
@@ -157,29 +155,32 @@ def _rms_rope_quantize(
     cos, sin, wa, wb = 1.0, 0.0, 1.0, 1.0
     HELD_TURN: tl.constexpr = R > 0 and HELD and not PER_HEAD
     HELD_WEIGHT: tl.constexpr = HAS_WEIGHT and HELD and not ACROSS and not (FP16 and IS_KEY)
-    unit = 1.0
-    if FP16:
-        rotation = (rotation.to(tl.float32) * (1.0 / FP16_UNIT)).to(tl.float16)
-        largest = _largest_weight(W, W2, D, DP, TWO) if HAS_WEIGHT else 1.0
-        unit = FP16_UNIT * largest
+    start = tl.program_id(0) % parts * HEADS
+    end = tl.minimum(start + HEADS, heads)
+    # Loads first, so that all of them wait together.
+    if AHEAD:
+        h = tl.minimum(start + of, heads - 1)
+        raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
+    i = tl.arange(0, B)
+    rotation = tl.load(ROTATION + i[:, None] * B + i[None, :])
     if HELD_TURN:
         cos, sin = _angles(COS, SIN, place * 0, place, s_ch, s_cl, s_cj, HALF, R)
         if FP16:
             cos, sin = cos.to(tl.float16), sin.to(tl.float16)
     if HELD_WEIGHT:
         wa, wb = _weights(W, W2, place * 0, place, split, D, HALF, R, HALVES, False, TWO, WEIGHT_WORDS)
-        if FP16:
+    unit = 1.0
+    if FP16:
+        rotation = (rotation.to(tl.float32) * (1.0 / FP16_UNIT)).to(tl.float16)
+        largest = _largest_weight(W, W2, D, DP, TWO) if HAS_WEIGHT else 1.0
+        unit = FP16_UNIT * largest
+        if HELD_WEIGHT:
             wa, wb = (wa * (1.0 / largest)).to(tl.float16), (wb * (1.0 / largest)).to(tl.float16)
     # A thread that holds several heads of a row keeps their turn with the weights in it: two factors fewer a pair.
     FOLDED: tl.constexpr = HELD_TURN and HELD_WEIGHT and SHARED
     turn = (cos * wa, sin * wb, sin * wa, cos * wb) if FOLDED else (cos, sin, sin, cos)
     # The factor 1 / rms can wait for the scales where no size is too much for the 16 bits before the rotation.
     BEFORE: tl.constexpr = NORM and (IS_KEY or FP16 or X.dtype.element_ty == tl.float16)
-    start = tl.program_id(0) % parts * HEADS
-    end = tl.minimum(start + HEADS, heads)
-    if AHEAD:
-        h = tl.minimum(start + of, heads - 1)
-        raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
     for first in tl.range(start, end, TOGETHER, num_stages=STAGES):
         head = b * heads + first  # of the first one
         h = tl.minimum(first + of, heads - 1)
@@ -202,7 +203,8 @@ def _rms_rope_quantize(
                 if FP16 and IS_KEY:
                     # Of the two rows behind the shifts; see _rope_key_shift.
                     own = SHIFT16 + tl.num_programs(1).to(tl.int64) * heads * DP
-                    own += tl.where(place < split, 0, DP) if TWO else place * 0
+                    if TWO:
+                        own += tl.where(place < split, 0, DP)
                     j = _numbers(HALF, 4)
                     va, vb = _load_channels(own, j, None, 1, 1), _load_channels(own + HALF, j, None, 1, 1)
                 else:
@@ -236,8 +238,9 @@ def _rms_rope_quantize(
             y *= rstd
         if AHEAD:
             # What is known of the loaded values is in x and y by now, so that the next ones can take their registers.
-            later = tl.minimum(tl.where(first + TOGETHER < end, first + TOGETHER, first) + of, heads - 1)
-            raw, raw2 = _load_raw(source + _dealt(later) * step, None, D, HALF, R, HALVES, WORDS, True)
+            later = tl.minimum(first + TOGETHER + of, heads - 1)
+            more = tl.full([1, 1, 1, 1, 1], first + TOGETHER, tl.int32) < end
+            raw, raw2 = _load_raw(source + _dealt(later) * step, more, D, HALF, R, HALVES, WORDS, True)
         if FP16:
             z = tl.dot(_as_rows(x, y, DP).reshape([M * (DP // B), B]), rotation, out_dtype=tl.float16).reshape([M, DP])
         else:

@@ -73,12 +73,18 @@ def _columns(HALF: tl.constexpr, R: tl.constexpr):
 def _load_channels(start, channel, keep, D: tl.constexpr, DP: tl.constexpr, ONCE: tl.constexpr = False):
     """Those channels of rows, 0 where not kept; all but the answer dealt.  keep: None for all rows.
 
-    ONCE: what no program reads again, and so shall not take what others read again out of the SM's cache.
+    ONCE: what no program reads again, and so shall not take what others read again out of the SM's cache; keep is one
+    for all then, and what is not kept is anything.
     """
     modifier: tl.constexpr = ".cg" if ONCE else ""
     if keep is not None:
-        mask = keep & (channel < D) if D < DP else keep
-        x = tl.load(start + channel, mask=mask, other=0, cache_modifier=modifier)
+        at = start + channel
+        if D < DP:
+            x = tl.load(at, mask=keep & (channel < D), other=0, cache_modifier=modifier)
+        elif ONCE:
+            x = tl.load(at, mask=tl.broadcast_to(keep, at.shape), cache_modifier=modifier)
+        else:
+            x = tl.load(at, mask=keep, other=0, cache_modifier=modifier)
     elif D < DP:
         x = tl.load(start + channel, mask=channel < D, other=0, cache_modifier=modifier)
     else:
@@ -93,7 +99,7 @@ def _load_raw(
 ):  # fmt: skip
     """What _pairs_of() takes apart: the channels of rows as they are loaded; the second is 0 where one holds all.
 
-    start: pointers [1, W, R, 1, 1] to the first channel, dealt; keep: the same, or None for all.  WORDS: whether two
+    start: pointers [1, W, R, 1, 1] to the first channel, dealt; keep: the same, or one for all, or None.  WORDS: whether two
     bf16 may be read as one word, of which a float32 of either is one instruction; Triton takes them apart first.
     """
     b = 0

@@ -56,7 +56,7 @@ prmt.b32 $0, a, b, 0x6420;
 def _round_scaled(x, inverse):
     """quantize_kernels._round(x * inverse) in one instruction, which the compiler does not always find by itself."""
     if x.dtype == tl.float16:
-        y = tl.broadcast_to(inverse.to(tl.float16), x.shape)
+        y = tl.broadcast_to(tl.minimum(inverse, 65504.0).to(tl.float16), x.shape)
         if ASM:
             return tl.inline_asm_elementwise(_ROUND_FOUR, "=r,r,r,r,r", [x, y], dtype=tl.int8, is_pure=True, pack=4)
         else:
