@@ -126,6 +126,9 @@ def join_qk(query: QuantizedSide, key: QuantizedSide) -> QuantizedQK:
 
     The LSE of such a pair is not available: it needs the query that was not rounded.
     """
+    for name, side in (("query", query), ("key", key)):
+        if not isinstance(side, QuantizedSide):
+            raise ValueError(f"{name} is of type {type(side).__name__}; expected what int8_linear_qk() returns")
     if query.is_key or not key.is_key:
         given = ["key" if side.is_key else "query" for side in (query, key)]
         raise ValueError(f"given {given[0]}, {given[1]}; expected query, key")
@@ -175,7 +178,9 @@ def _check(
     dtype: torch.dtype | None,
 ) -> int:
     """Raise ValueError for what doesn't fit; returns head_dim."""
-    for name, given in (("x", x), ("weight_int8", weight), ("weight_scale", weight_scale)):
+    wanted = {"x": x, "weight_int8": weight, "weight_scale": weight_scale}
+    optional = {"bias": bias, "x_scale": x_scale}
+    for name, given in (wanted | {name: given for name, given in optional.items() if given is not None}).items():
         if not isinstance(given, torch.Tensor):
             raise ValueError(f"{name} is of type {type(given).__name__}; expected a tensor")
     if x.dim() != 3 or x.stride(-1) != 1 or 0 in x.shape:

@@ -105,6 +105,8 @@ class QuantizedQK:
         UnsupportedError for parts that hold no values of their own.
         """
         batch, heads, q_len, width = _four("query", self.query)
+        if 0 in self.query.shape:
+            raise ValueError(f"query is {list(self.query.shape)}; expected sizes of at least 1")
         key_batch, kv_heads, rows, key_width = _four("key", self.key)
         expect("key's batch", key_batch, batch)
         expect("key's width", key_width, width)

@@ -57,6 +57,7 @@ def quantize_qk(
     >>> out = int8_attention(quantized, value)
     """
     pv = "auto" if value is None else "fp8"
+    check_flag("lse", lse)
     call = Call(query, key, key if value is None else value, attn_mask, 0.0, False, scale, enable_gqa)
     require_kernel(call, pv, precision)
     from .kernels.int8_attention.quantize import quantize_pair
@@ -230,6 +231,12 @@ def key_row(attn_mask: torch.Tensor | None) -> torch.Tensor | None:
     return None if attn_mask is None else readable(key_view(attn_mask))
 
 
+def check_flag(name: str, flag: bool) -> None:
+    """Raise ValueError for what is neither True nor False."""
+    if type(flag) is not bool:
+        raise ValueError(f"{name} is of type {type(flag).__name__}; expected True or False")
+
+
 def version_of(mask: torch.Tensor | None) -> int | None:
     """How often a mask was written to; None where torch does not count."""
     return None if mask is None or mask.is_inference() else mask._version
@@ -269,10 +276,9 @@ def _check_call(
             )
         if torch.is_grad_enabled() and value.requires_grad:
             raise ValueError("value requires a gradient; expected one that doesn't, or torch.no_grad()")
-    if scale is not None:
-        expect("scale", float(scale), quantized.softmax_scale)
-    if type(is_causal) is not bool:
-        raise ValueError(f"is_causal is of type {type(is_causal).__name__}; expected True or False")
+    if scale is not None and not (isinstance(scale, (int, float)) and scale == quantized.softmax_scale):
+        raise ValueError(f"scale is {scale!r}; expected None or {quantized.softmax_scale}, what was quantised with")
+    check_flag("is_causal", is_causal)
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         raise ValueError(f"attn_mask is of type {type(attn_mask).__name__}; expected a tensor or None")
     if is_causal and quantized.attn_mask is not None:

@@ -13,6 +13,7 @@ from .entry import kernel_entry
 from .qk import Prepared, QuantizedQK
 from .quantized import (
     ROTATION_OF_PAIRS,
+    check_flag,
     choose_config,
     default_scale,
     heads_inside,
@@ -87,8 +88,7 @@ def rms_rope_quantize(
         raise ValueError(f"rotary_dim is {rotary}; expected an even number up to head_dim, {head_dim}")
     _check_eps(eps)
     for name, flag in (("interleaved", interleaved), ("across_heads", across_heads), ("lse", lse)):
-        if type(flag) is not bool:
-            raise ValueError(f"{name} is of type {type(flag).__name__}; expected True or False")
+        check_flag(name, flag)
     across = across_heads or _is_across(query_weight, whole[0]) or _is_across(key_weight, whole[1])
     if cos is None and (key_cos is not None or key_sin is not None):
         raise ValueError("key_cos or key_sin is given; expected None, for cos is None and RoPE is left out")
