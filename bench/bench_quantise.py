@@ -76,9 +76,9 @@ class Case:
         return {"16bit": (6 if self.rope else 2) * self.elements + self._sample(512), "int8": self.elements}
 
     def bytes_fused(self) -> dict[str, int]:
-        """One read of 16 bits, of keys a second one under a norm across heads; 128 keys a head are sampled."""
+        """One read of 16 bits, of keys a second one under a norm across heads; 64 keys a head are sampled."""
         again = 2 * self.keys if self.across else 0
-        return {"16bit": 2 * self.elements + again + self._sample(128 if self.rope else 512), "int8": self.elements}
+        return {"16bit": 2 * self.elements + again + self._sample(64 if self.rope else 512), "int8": self.elements}
 
     def _sample(self, keys: int) -> int:
         return 2 * self.batch * self.heads * min(keys, self.kv_len) * self.head_dim
@@ -101,14 +101,10 @@ CASES = {
 TILES: dict[str, dict[str, Any]] = {
     "default": {},
     "float32": {"_QUERIES_FP16": None, "_KEYS_FP16": None},
-    "keys float32": {"_KEYS_FP16": None},
-    "keys, one program": {"_KEYS_FP16": Tile(128, 1, 16, 8, ahead=True)},
-    "keys ahead": {"_KEYS_FP16": Tile(128, 1, 16, 8, 128, ahead=True, beside=2)},
-    "keys, 8 heads": {"_KEYS_FP16": Tile(128, 1, 8, 8, 128, beside=2)},
-    "keys afresh": {"_KEYS_FP16": Tile(128, 1, 16, 8, 128, held=False, beside=2)},
-    "queries float32": {"_QUERIES_FP16": None},
-    "queries not ahead": {"_QUERIES_FP16": Tile(8, 8, 16, 4, 128, beside=4)},
-    "queries, 16 rows": {"_QUERIES_FP16": Tile(16, 8, 16, 8, 128, ahead=True, beside=2)},
+    "keys not ahead": {"_KEYS_FP16": Tile(128, 1, 8, 128, beside=2)},
+    "queries not ahead": {"_QUERIES_FP16": Tile(8, 8, 4, 128, beside=4)},
+    "start 0": {"_START": 0},
+    "start 8": {"_START": 8},
 }
 PER_TILE = ("copy", "fused")
 

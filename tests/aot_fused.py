@@ -21,7 +21,7 @@ aot_compile.STRIDES += "s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
 POINTERS = dict.fromkeys("W W2 COS SIN RSTD SHIFT SHIFT16 BIAS SCALE NORMS LSE_TERM SQUARES".split(), "*fp32")
 POINTERS |= dict.fromkeys("X X2 K K2 ROTATION W W2".split(), "*bf16") | {"Y": "*i8", "SHIFT16": "*fp16"}
 SCALARS = dict.fromkeys("eps factor lse_factor".split(), "fp32") | integers(
-    "L N NP split heads group bias_rows s_b s_h s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl s_cj s_bias_b s_bias_h"
+    "L N NP split heads each group bias_rows s_b s_h s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl s_cj s_bias_b s_bias_h"
 )
 Variant = tuple[str, object, dict, dict, dict]
 
@@ -59,7 +59,7 @@ def variants(arch: int | str) -> Iterator[Variant]:
             if is_key and flags["TWO"]:
                 tile = tile._replace(held=False, ahead=False)
             constants = shared | flags | {
-                "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads,
+                "ROWS": tile.rows, "TOGETHER": tile.together, 
                 "WARPS": tile.num_warps, "HELD": tile.held, "WORDS": True, "WEIGHT_WORDS": True,
                 "STAGES": tile.num_stages, "AHEAD": tile.ahead, "IS_KEY": is_key,
                 "SCALES": 4 if config.gluon and is_key else 1, "HAS_NORM": config.gluon and is_key,
@@ -78,7 +78,7 @@ def variants(arch: int | str) -> Iterator[Variant]:
             )
         for mode, flags in modes(head_dim):
             tile = fused_tiles.key_tile(padded, config, normed=flags["NORM"] and not flags["ACROSS"])
-            constants = shared | flags | {"ROWS": fused.sample_rows(padded), "FP16": tile.fp16}
+            constants = shared | flags | {"ROWS": fused.SAMPLE, "SEARCHED": fused.SEARCHED, "FP16": tile.fp16}
             if flags["ACROSS"]:
                 del constants["RSTD"]
             yield f"shift D{head_dim} {mode}", fused_kernels._rope_key_shift, types, constants, {"num_warps": 8}

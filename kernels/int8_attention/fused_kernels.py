@@ -35,9 +35,9 @@ from .quantize_kernels import _finite, _hadamard, _rotate
 def _rope_key_shift(
     K, K2, W, W2, COS, SIN, RSTD, BIAS, SHIFT, SHIFT16, ROTATION, eps, N, NP, split, heads, bias_rows,
     s_b, s_h, s_l, s_b2, s_h2, s_l2, s_cb, s_ch, s_cl, s_cj, s_bias_b, s_bias_h,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr,
-    HALVES: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr,
-    HAS_BIAS: tl.constexpr, FP16: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, SEARCHED: tl.constexpr,
+    R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    TWO: tl.constexpr, HAS_BIAS: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
     """SHIFT[B, Hkv, 2, DP / 2] = mean of the firsts and of the seconds of the pairs over a sample of the kept keys.
 
@@ -70,35 +70,37 @@ def _rope_key_shift(
     i = tl.arange(0, ROWS)[None, :, None, None, None]
     of = i * 0 + h.to(tl.int32)
     rows = tl.where(N <= ROWS, i, (i.to(tl.int64) * N // ROWS).to(tl.int32))
-    count = tl.zeros([], tl.float32)
-    first = tl.zeros([4, 1, HALF // 16, 4], tl.float32)
-    second = tl.zeros([4, 1, HALF // 16, 4], tl.float32)
-    start = 0
-    # Where the sample holds no key that is kept, the first block that does.
-    while (count == 0) & (start < N):
+    keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, N, HAS_BIAS)
+    if HAS_BIAS:
+        # Where the sample holds no key that is kept, those from the first one on that is.
+        none = tl.sum(keep.to(tl.int32).reshape([ROWS]), 0) == 0
+        first_kept = tl.where(none, N, 0)
+        n = tl.arange(0, SEARCHED)
+        for start in range(0, tl.where(none, N, 0), SEARCHED):
+            found = _kept(BIAS, bias_rows, s_bias_h * NP, start + n, N, HAS_BIAS)
+            first_kept = tl.minimum(first_kept, tl.min(tl.where(found, start + n, N), 0))
+        rows = tl.where(none, first_kept + i, rows)
         keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, N, HAS_BIAS)
-        row = tl.minimum(rows, N - 1)
-        place = _dealt(row)
-        source, step = _rows_of(K, K2, place, split, s_h, s_l, s_h2, s_l2, TWO)
-        x, y = _load_pairs(source + h * step, _dealt(keep), D, HALF, R, HALVES, False)
-        rstd = keep.to(tl.float32)
-        if NORM:
-            if ACROSS:
-                rstd *= tl.load(RSTD + row)
-            else:
-                rstd *= tl.math.rsqrt(_squares(x, y) * (1.0 / D) + eps)
-        if HAS_WEIGHT:
-            wa, wb = _weights(W, W2, _dealt(of), place, split, D, HALF, R, HALVES, ACROSS, TWO, False)
-            x *= wa
-            y *= wb
-        if R > 0:
-            cos, sin = _angles(COS, SIN, _dealt(of), place, s_ch, s_cl, s_cj, HALF, R)
-            x, y = _turned(x, y, (cos, sin, sin, cos))
-        count = tl.sum(keep.to(tl.float32).reshape([ROWS]), 0)
-        first = tl.sum(_finite(x * rstd), 1)
-        second = tl.sum(_finite(y * rstd), 1)
-        rows = start + i
-        start += ROWS
+    row = tl.minimum(rows, N - 1)
+    place = _dealt(row)
+    source, step = _rows_of(K, K2, place, split, s_h, s_l, s_h2, s_l2, TWO)
+    x, y = _load_pairs(source + h * step, _dealt(keep), D, HALF, R, HALVES, False)
+    rstd = keep.to(tl.float32)
+    if NORM:
+        if ACROSS:
+            rstd *= tl.load(RSTD + row)
+        else:
+            rstd *= tl.math.rsqrt(_squares(x, y) * (1.0 / D) + eps)
+    if HAS_WEIGHT:
+        wa, wb = _weights(W, W2, _dealt(of), place, split, D, HALF, R, HALVES, ACROSS, TWO, False)
+        x *= wa
+        y *= wb
+    if R > 0:
+        cos, sin = _angles(COS, SIN, _dealt(of), place, s_ch, s_cl, s_cj, HALF, R)
+        x, y = _turned(x, y, (cos, sin, sin, cos))
+    count = tl.sum(keep.to(tl.float32).reshape([ROWS]), 0)
+    first = tl.sum(_finite(x * rstd), 1)
+    second = tl.sum(_finite(y * rstd), 1)
     scale = 1.0 / tl.maximum(count, 1.0)
     j = _numbers(HALF, 4)
     tl.store(SHIFT + head * DP + j, _dealt(first[:, None] * scale))
@@ -110,26 +112,26 @@ def _rope_key_shift(
         tl.store(SHIFT16 + head * DP + HALF + j, _dealt(-second[:, None] * scale).to(tl.float16))
 
 
-@triton.jit(do_not_specialize=["L", "split", "heads", "bias_rows", "group"])
+@triton.jit(do_not_specialize=["L", "split", "heads", "each", "bias_rows", "group"])
 def _rms_rope_quantize(
     X, X2, W, W2, COS, SIN, RSTD, SHIFT, SHIFT16, ROTATION, BIAS, Y, SCALE, NORMS, LSE_TERM, SQUARES,
-    eps, factor, lse_factor, L, split, heads, group, bias_rows,
+    eps, factor, lse_factor, L, split, heads, each, group, bias_rows,
     s_b, s_h, s_l, s_b2, s_h2, s_l2, s_cb, s_ch, s_cl, s_cj, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
-    HEADS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HELD: tl.constexpr,
+    WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HELD: tl.constexpr,
     WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr,
     ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr, PER_HEAD: tl.constexpr, IS_KEY: tl.constexpr,
     HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, EVEN: tl.constexpr,
     UPCAST: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
-    """One program ROWS rows of HEADS heads, TOGETHER at a time (keys: one), which share angles and the rotation.
+    """One program ROWS rows of `each` heads, TOGETHER at a time (keys: one), which share angles and the rotation.
 
     Programs of the same rows follow each other: their heads lie side by side in memory.  What lies past the last row or
     head is read as that, and not written.  HELD: angles and weights stay in registers from head to head.
     AHEAD: a head's values are loaded while the one before is worked on, for as many registers.
     """
     # On one axis of the grid: CUDA counts no further than 65535 on the others, and blocks of queries are small.
-    parts = tl.cdiv(heads, HEADS)
+    parts = tl.cdiv(heads, each)
     blocks = tl.num_programs(0) // parts
     # From the last to the first: a kernel that read the rows before has left the last ones in the cache.
     block = blocks - 1 - tl.program_id(0) // parts
@@ -155,8 +157,8 @@ def _rms_rope_quantize(
     cos, sin, wa, wb = 1.0, 0.0, 1.0, 1.0
     HELD_TURN: tl.constexpr = R > 0 and HELD and not PER_HEAD
     HELD_WEIGHT: tl.constexpr = HAS_WEIGHT and HELD and not ACROSS and not (FP16 and IS_KEY)
-    start = tl.program_id(0) % parts * HEADS
-    end = tl.minimum(start + HEADS, heads)
+    start = tl.program_id(0) % parts * each
+    end = tl.minimum(start + each, heads)
     # Loads first, so that all of them wait together.
     if AHEAD:
         h = tl.minimum(start + of, heads - 1)

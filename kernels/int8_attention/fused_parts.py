@@ -99,8 +99,9 @@ def _load_raw(
 ):  # fmt: skip
     """What _pairs_of() takes apart: the channels of rows as they are loaded; the second is 0 where one holds all.
 
-    start: pointers [1, W, R, 1, 1] to the first channel, dealt; keep: the same, or one for all, or None.  WORDS: whether two
-    bf16 may be read as one word, of which a float32 of either is one instruction; Triton takes them apart first.
+    start: pointers [1, W, R, 1, 1] to the first channel, dealt; keep: the same, or one for all, or None.  WORDS:
+    whether two bf16 may be read as one word, of which a float32 of either is one instruction; Triton takes them apart
+    first.
     """
     b = 0
     if WORDS:

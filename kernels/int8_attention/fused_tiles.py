@@ -10,7 +10,7 @@ from .configs import Config
 
 
 class Tile(NamedTuple):
-    """Launch of the quantising kernel: rows and heads of a tile, heads of a program at most, warps.
+    """Launch of the quantising kernel: rows and heads of a tile, warps.
 
     num_stages: of its loop; where products are mma.sync two of them take fewer registers than one.
     max_registers: of a thread, where the compiler would take a few more than let another program run beside it.
@@ -20,7 +20,6 @@ class Tile(NamedTuple):
 
     rows: int
     together: int
-    heads: int
     num_warps: int
     max_registers: int | None = None
     held: bool = True
@@ -32,13 +31,14 @@ class Tile(NamedTuple):
 
 # On an H200. Rows are those of a tile up to head_dim 128. Eight make all of a thread's queries heads of one row, with
 # the same angles. Keys of one scale belong to one head, and a tile of theirs is the block of keys that attention reads.
-_QUERIES = Tile(8, 8, 16, 4, 128, held=False, beside=4)
-_KEYS = Tile(128, 1, 16, 8, held=True, ahead=True)
+_QUERIES = Tile(8, 8, 4, 128, held=False, beside=4)
+_KEYS = Tile(128, 1, 8, held=True, ahead=True)
 # The same where what follows a norm of each head is computed in fp16, two values in an instruction and a register.
-_QUERIES_FP16: Tile | None = Tile(8, 8, 16, 4, 128, held=True, ahead=True, beside=4)
-_KEYS_FP16: Tile | None = Tile(128, 1, 16, 8, 128, held=True, beside=2)
+_QUERIES_FP16: Tile | None = Tile(8, 8, 4, 128, held=True, ahead=True, beside=4)
+_KEYS_FP16: Tile | None = Tile(128, 1, 8, 128, held=True, ahead=True, beside=2)
 _PORTABLE = 2  # as many more warps: elsewhere, with products by mma.sync, 64 channels a thread don't fit its registers
-_SMS = 132  # of a large GPU
+_PROCESSORS = 132  # of a large GPU
+_START = 2  # tiles that the start of a program costs: its angles, weights and the rotation
 
 
 def query_tile(padded: int, config: Config, *, lse: bool, normed: bool = False) -> Tile:
@@ -75,10 +75,15 @@ def key_tile(padded: int, config: Config, *, normed: bool = False) -> Tile:
     )
 
 
-def heads_of_program(tile: Tile, tiles: int) -> int:
-    """Heads of a program of `tiles` [rows of one head]: so many that all programs run at once, but never too many.
+def heads_of_program(tile: Tile, heads: int, blocks: int, processors: int) -> int:
+    """Heads of a program, so that those of `blocks` blocks of rows are done soonest by all processors together.
 
-    What a program needs for all of its heads, it needs once; a second round of programs would leave most SMs idle.
+    processors: of the GPU, 0 where that is not known.  Programs run in rounds, and each costs its tiles and a start.
     """
-    wanted: int = triton.next_power_of_2(triton.cdiv(tiles, _SMS * tile.beside))
-    return max(tile.together, min(tile.heads, wanted))
+    slots = (processors or _PROCESSORS) * tile.beside
+    tiles = triton.cdiv(heads, tile.together)
+
+    def rounds_cost(each: int) -> int:
+        return triton.cdiv(blocks * triton.cdiv(tiles, each), slots) * (each + _START)
+
+    return tile.together * min(range(1, tiles + 1), key=rounds_cost)
