@@ -8,8 +8,9 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdpa_router import int8_attention, quantize_qk, rms_rope_quantize
-from sdpa_router.kernels.int8_attention import fused, fused_parts
+from sdpa_router import int8_attention, quantize_qk, rms_rope_quantize, rope_qk
+from sdpa_router.kernels.int8_attention import fused, fused_parts, fused_tiles
+from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON
 from sdpa_router.kernels.int8_attention.fused_reference import rms_rope_reference
 from sdpa_router.kernels.int8_attention.fused_tiles import Tile, heads_of_program, key_tile, query_tile
 from sdpa_router.kernels.int8_attention.launch import forget
@@ -204,3 +205,21 @@ def test_weights_that_are_zero_or_absent_in_fp16(designed):
     assert attention_error((query, key, None, None, cos, sin), value) < 0.0135
     assert attention_error((query, key, torch.zeros_like(wq), wk, cos, sin), value) < 0.0135
     assert attention_error((query * 0, key, wq, wk, cos, sin), value) < 0.0135
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there it is the device's own")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("fp16", "head_dim"), [(True, 64), (False, 64), (True, 128)])
+def test_keys_with_the_scales_that_the_hopper_kernel_reads(monkeypatch, fp16, head_dim, masked):
+    monkeypatch.setattr(rope_qk, "choose_config", lambda *_: HOPPER_GLUON[head_dim])
+    monkeypatch.setattr(fused_tiles, "_QUERIES_FP16", fused_tiles._QUERIES_FP16 if fp16 else None)
+    monkeypatch.setattr(fused_tiles, "_KEYS_FP16", fused_tiles._KEYS_FP16 if fp16 else None)
+    call = arguments(heads=2, length=150, head_dim=head_dim, dtype=torch.float16)
+    value = torch.randn(1, 2, 150, head_dim, device=DEVICE).half()
+    mask = torch.rand(1, 1, 1, 150, device=DEVICE) > 0.3 if masked else None
+    assert attention_error(call, value, mask) < 0.0135
+    quantized = rms_rope_quantize(*call, interleaved=True, eps=1e-6, attn_mask=mask)
+    scale = quantized.layout.key
+    rows = quantized.key * quantized.key_scale[..., scale.index(quantized.key.shape[2])][..., None]
+    largest = rows.double().norm(dim=-1).unflatten(2, (-1, scale.block)).amax(-1)
+    assert torch.allclose(quantized.prepared.key_norm.double(), largest, rtol=0.02)

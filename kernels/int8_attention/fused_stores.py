@@ -129,13 +129,16 @@ def _write_keys(
         tl.store(SCALE + tile * ROWS + row, peak / 127.0 * unit)
         group = peak
     elif SCALES == 4:
-        # Peaks and norms in one reduction, because each makes the warps wait for one another.
+        # Peaks and norms in one reduction, because each makes the warps wait for one another, and broadcast as they
+        # come out of it, because to take them apart would make them wait again.
         both = tl.join(peak, square).reshape([W // 8, 4, 2, R, 2])
         both = _largest(_largest(_largest(both, 3), 2), 0)
-        of_group, square = both.split()
-        tl.store(SCALE + tile * 4 + tl.arange(0, 4), of_group / 127.0 * unit)
-        group = tl.broadcast_to(of_group[None, :, None, None], [W // 8, 4, 2, R]).reshape([W, R])
-        square = square[:, None]
+        is_peak = tl.arange(0, 2) == 0
+        of_scale = SCALE + tile * 4 + tl.arange(0, 4)[:, None] + tl.zeros([1, 2], tl.int32)
+        tl.store(of_scale, both * (unit / 127.0), mask=is_peak[None, :])
+        square = tl.max(tl.where(is_peak[None, :], 0.0, both), 1)[:, None]
+        spread = tl.broadcast_to(both[None, :, None, None, :], [W // 8, 4, 2, R, 2])
+        group = tl.sum(tl.where(is_peak[None, None, None, None, :], spread, 0.0), 4).reshape([W, R])
     else:
         most = _largest(_largest(peak, 1), 0)
         tl.store(SCALE + tile, most / 127.0 * unit)
