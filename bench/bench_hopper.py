@@ -22,7 +22,7 @@ from records import RESULTS, Invocation, commit_here
 from timing import QUICK, Run, interleaved
 
 from sdpa_router.kernels.int8_attention import hopper
-from sdpa_router.kernels.int8_attention.configs import HOPPER_FP8, HOPPER_GLUON, padded_head_dim
+from sdpa_router.kernels.int8_attention.configs import hopper_config
 from sdpa_router.kernels.int8_attention.quantize import quantize
 from sdpa_router.kernels.int8_attention.quantize_value import quantize_value
 
@@ -55,8 +55,9 @@ def variant_runs(problem: Problem, settings: dict[str, str]) -> dict[str, Run]:
     """The kernel alone, the whole call, and what it quantises, of one variant."""
     fp8, high = settings.pop("pv", "") == "fp8", settings.pop("precision", "") == "high"
     online = settings.pop("online", "0") == "1"
-    config = (HOPPER_FP8 if fp8 else HOPPER_GLUON)[padded_head_dim(problem.case.head_dim)]
-    config = config._replace(**{name: int(number) for name, number in settings.items()})
+    config = hopper_config(problem.case.head_dim, fp8)._replace(
+        **{name: int(number) for name, number in settings.items()}
+    )
     query, key, value = problem.query, problem.key, problem.value
     out = torch.full_like(query, torch.nan)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32) if problem.lse else None

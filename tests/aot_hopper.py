@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sdpa_router.kernels.int8_attention import hopper
-from sdpa_router.kernels.int8_attention.configs import HOPPER_FP8, HOPPER_GLUON, Config, padded_head_dim
+from sdpa_router.kernels.int8_attention.configs import Config, hopper_config
 
 POINTERS = "Q_SCALE K_NORM ANCHOR LSE_TERM V_SCALE LSE".split()
 FLAGS = ("HAS_BIAS", "HAS_LSE", "CAUSAL", "TAIL", "HIGH")
@@ -97,8 +97,9 @@ def facts(compiled, consumers: int) -> dict[str, object]:
 
 def main() -> None:
     for head_dim, dtype, flags in VARIANTS:
-        table = HOPPER_FP8 if dtype == "fp8e4nv" else HOPPER_GLUON
-        config = table[padded_head_dim(head_dim)]._replace(turns=int("TURNS" in flags))
+        config = hopper_config(head_dim, dtype == "fp8e4nv")
+        if "TURNS" in flags:
+            config = config._replace(turns=1)
         types, constants = variant(head_dim, dtype, flags, config)
         name = " ".join((f"D{head_dim}", dtype, *flags))
         print(json.dumps({"variant": name} | facts(build(types, constants), constants["T"].CONSUMERS)), flush=True)

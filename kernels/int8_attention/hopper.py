@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bias import row_strides
-from .configs import Config, padded_head_dim
+from .configs import Config, padded_head_dim, value_columns
 from .hopper_parts import (
     _accumulator,
     _bound,
@@ -32,7 +32,7 @@ from .hopper_parts import (
     _started,
     _write_parts,
 )
-from .hopper_ring import Traits, _barriers, _buffer, _producer, _turns, first_columns
+from .hopper_ring import Traits, _barriers, _buffer, _producer, _turns
 from .launch import launch
 from .quantize import Quantized
 from .quantize_value import QuantizedValue
@@ -118,6 +118,7 @@ def _attend(
     )
     if T.FP8 and not ONLINE:
         p, total, top, _decay = _lowered(p, total, top, True)
+    p = warpgroup_mma_wait(0, deps=[p])  # nothing is in flight, but the slot must not be given back before p is made
     mbarrier.arrive(empty.index(0), count=1)
     packed = _packed(p, v_s.dtype, P, T)
     slot = 1
@@ -253,16 +254,23 @@ def _describe(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
 
 
+def parts(head_dim: int) -> tuple[int, int]:
+    """Columns of the first part of P @ V, a power of two, and of the second: none but for 96 = 64 + 32."""
+    columns = value_columns(head_dim)
+    return (64, 32) if columns == 96 else (columns, 0)
+
+
 def traits(
     config: Config, head_dim: int, *, fp8: bool, high: bool, has_bias: bool, has_lse: bool, causal: bool, tail: bool
 ) -> Traits:
     """What the kernel is compiled for."""
-    padded, columns = padded_head_dim(head_dim), first_columns(head_dim)
+    padded = padded_head_dim(head_dim)
+    columns, rest = parts(head_dim)
     return Traits(
-        BM=_ROWS, BN=config.block_n, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=32 * (head_dim > columns),
+        BM=_ROWS, BN=config.block_n, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=rest,
         STAGES=config.num_stages, CONSUMERS=config.block_m // _ROWS,
         Q_REGISTERS=padded <= 128 and config.block_m * min(config.block_n, 96) < 256 * _ROWS,
-        AS_FLOAT=config.as_float > (head_dim > columns) and not (high or has_bias or fp8),
+        AS_FLOAT=config.as_float > 0 and not (high or has_bias or fp8),
         HAS_BIAS=has_bias, HAS_LSE=has_lse, CAUSAL=causal, TAIL=tail, HIGH=high, FP8=fp8,
         # It ends at 2^-126 and loses NaN: that of a key shows in those that share its scale.
         POLYNOMIAL=0 if has_bias or high else config.polynomial, TURNS=config.turns > 0 and config.block_m > _ROWS,
@@ -271,8 +279,9 @@ def traits(
 
 def blocks(config: Config, head_dim: int, fp8: bool, high: bool) -> dict[str, list[int]]:
     """Shapes of the blocks that TMA loads, by descriptor."""
-    padded, keys, columns = padded_head_dim(head_dim), config.block_n, first_columns(head_dim)
-    rest = 32 if columns < head_dim else columns
+    padded, keys = padded_head_dim(head_dim), config.block_n
+    columns, rest = parts(head_dim)
+    rest = rest or columns
     return {
         "q_desc": [1, _ROWS, padded],
         "k_desc": [1, keys, padded],

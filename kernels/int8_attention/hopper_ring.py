@@ -45,11 +45,6 @@ class Traits(NamedTuple):
     TURNS: bool = False
 
 
-def first_columns(head_dim: int) -> int:
-    """Columns of the first part of P @ V: all of them padded to a power of two, or 64 of 96."""
-    return 64 if 64 < head_dim <= 96 else max(32, 1 << (head_dim - 1).bit_length())
-
-
 @gluon.jit
 def _tile_of(j, tiles, LIVE, HAS_BIAS: gl.constexpr):
     """Key tile of step j: the j-th one that is not masked altogether, or from the last to the first."""

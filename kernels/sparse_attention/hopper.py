@@ -104,6 +104,7 @@ def _attend(
     p, total, top, _decay = _softmax(
         s, q_scale, scale_s.index(slot), bias_s.index(slot), entry, mask, N, total, top, T, True, ONLINE
     )
+    p = warpgroup_mma_wait(0, deps=[p])  # as in int8_attention/hopper.py
     _release(empty, slot, shared > 0)
     weights = gl.convert_layout(p.to(v_s.dtype), P)
     position = _slot_of(GROUP, 1, shared, both)
