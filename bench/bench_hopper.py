@@ -2,7 +2,7 @@
 
 A variant is a list of settings: `pv=fp8`, `precision=high`, `online=1` (keep a running maximum everywhere),
 `lse=1` (all that is asked for at once takes turns, so that variants with and without it can be compared), `mask=NAME`,
-`block_m`, `block_n`, `num_stages`, `as_float`, `polynomial`, `turns`. Usage:
+`block_m`, `block_n`, `num_stages`, `as_float`, `polynomial`, `turns`, `ahead`. Usage:
 python bench/bench_hopper.py --case d64-8k --variants "base;block_m=192,block_n=64,num_stages=4" --impls torch,fa3
 """
 
@@ -19,7 +19,7 @@ from accuracy import Check, check, choose_sample, reference
 from cases import CASES, MASKS, Problem, draw
 from impls import IMPLS
 from records import RESULTS, Invocation, commit_here
-from timing import QUICK, Run, interleaved
+from timing import Effort, Run, interleaved
 
 from sdpa_router.kernels.int8_attention import hopper
 from sdpa_router.kernels.int8_attention.configs import hopper_config
@@ -119,7 +119,9 @@ def compare(options: argparse.Namespace, invocation: Invocation, name: str, mask
         for kind in impl.variants if impl.impl != "int8" else ("call",):
             if impl.reason_against(problem, kind) is None and kind in ("call", "kernel"):
                 admit(impl.name, kind, impl.ready(problem, kind), impl.budget["gaussian"])
-    timings = {} if options.check_only else interleaved(runs, device, QUICK)
+    timings = (
+        {} if options.check_only else interleaved(runs, device, Effort(10.0 * options.repeats, 3, options.repeats))
+    )
     for (who, kind), timing in timings.items():
         if isinstance(timing, Exception):
             print(f"{name} {mask} {who} {kind}: {timing}", flush=True)
@@ -146,6 +148,7 @@ def main() -> int:
     parser.add_argument("--kinds", default="kernel,call,quantize_value")
     parser.add_argument("--impls", default="")
     parser.add_argument("--lse", action="store_true")
+    parser.add_argument("--repeats", type=int, default=15, help="of a row, fewer where one takes over 10 ms")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default=None)

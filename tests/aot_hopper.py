@@ -27,6 +27,8 @@ VARIANTS = (
     (128, "bf16", ("HIGH",)),
     (128, "fp8e4nv", ("HAS_BIAS", "TAIL")),
     (128, "fp8e4nv", ("TURNS",)),
+    (128, "bf16", ("HAS_LSE", "AHEAD")),
+    (128, "fp8e4nv", ("TAIL", "AHEAD")),
     (256, "bf16", ("HAS_BIAS",)),
 )
 
@@ -69,11 +71,18 @@ def loops(sass: str) -> list[list[str]]:
 
 
 def under_product(body: list[str]) -> float:
-    """Part of the exponentials between the wait for the scores and the wait for P @ V; 0 if ptxas serialises them."""
+    """Part of the exponentials between the start of P @ V and the wait for it; 0 if ptxas serialises the products.
+
+    A step waits twice, first for its scores; ahead there are two steps in a loop, which wait once.
+    """
+    if sum("DEPBAR.LE gsb0" in text for text in body) > 2:
+        return 0.0
     inside, under, total = False, 0, 0
     for text in body:
-        if "DEPBAR.LE gsb0" in text:
-            inside = not text.endswith("0x0")
+        if re.match(r"[HQ]GMMA", text):
+            inside = True
+        if "DEPBAR.LE gsb0, 0x0" in text:
+            inside = False
         if "MUFU.EX2" in text:
             total += 1
             under += inside
@@ -100,6 +109,8 @@ def main() -> None:
         config = hopper_config(head_dim, dtype == "fp8e4nv")
         if "TURNS" in flags:
             config = config._replace(turns=1)
+        if "AHEAD" in flags:
+            config = config._replace(block_n=64, num_stages=6, ahead=1)
         types, constants = variant(head_dim, dtype, flags, config)
         name = " ".join((f"D{head_dim}", dtype, *flags))
         print(json.dumps({"variant": name} | facts(build(types, constants), constants["T"].CONSUMERS)), flush=True)

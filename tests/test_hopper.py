@@ -17,13 +17,18 @@ pytestmark = [
     ),
 ]
 NARROW = {"block_n": 64, "num_stages": 4}
+AHEAD = {"block_n": 64, "num_stages": 6, "turns": 0, "ahead": 1}
 WIDE = {"block_m": 128, "block_n": 128, "num_stages": 3}
 VARIANTS = [
     (64, {}), (64, WIDE), (64, {"block_m": 64, **NARROW}), (64, {"block_m": 192, **NARROW}),
     (96, {}), (128, {}), (128, {"as_float": 0}), (128, {"polynomial": 4}), (256, {}),
     (64, {"turns": 1}), (96, {"as_float": 0, "turns": 0}), (128, {"turns": 1}),
+    (64, {"block_m": 128, **AHEAD}), (96, AHEAD), (128, AHEAD), (256, {**AHEAD, "block_n": 32}),
 ]  # fmt: skip
-FP8 = [(64, {}), (64, WIDE), (96, {}), (128, {}), (128, {"polynomial": 2}), (128, {"turns": 1}), (256, {})]
+FP8 = [
+    (64, {}), (64, WIDE), (96, {}), (128, {}), (128, {"polynomial": 2}), (128, {"turns": 1}), (256, {}),
+    (96, AHEAD), (128, AHEAD), (128, {"as_float": 1}),
+]  # fmt: skip
 
 
 def draw(heads, kv_heads, q_len, kv_len, head_dim):
@@ -60,7 +65,7 @@ def variants():
 @pytest.mark.parametrize("online", [False, True])
 def test_every_variant_matches_the_oracle(head_dim, changes, fp8, online):
     budget = 0.045 if fp8 else 0.0135
-    for kv_len in (1, 64, 515):
+    for kv_len in (1, 64, 200, 515):
         query, key, value = draw(4, 2, 200, kv_len, head_dim)
         bias = torch.randn(2, 4, 1, kv_len, device="cuda")
         bias[1, 0, :, kv_len // 3 : kv_len - kv_len // 4] = -math.inf

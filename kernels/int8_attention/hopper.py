@@ -24,6 +24,7 @@ from .hopper_parts import (
     _accumulator,
     _bound,
     _by_group,
+    _by_thread,
     _decayed,
     _lowered,
     _packed,
@@ -45,22 +46,27 @@ _ROWS = 64  # query rows of a warpgroup
 
 @gluon.jit
 def _step(
-    j, slot, phase, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
+    j, own, slot, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
     T: gl.constexpr, P: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile j, then P @ V of tile j - 1 with the softmax of tile j under it."""
+    """Scores of tile j, then P @ V of tile j - 1 with the softmax of tile j under it.
+
+    AHEAD: the scores of tile j + 1 are made under the softmax, too; those of tile j are s.  own: the slot of tile j;
+    slot: that of the scores that are made here, and of values j - 1.
+    """
     k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
     SPLIT: gl.constexpr = T.REST > 0
     mbarrier.wait(full.index(slot), phase)
     if T.TURNS:
         mbarrier.wait(turn.index(GROUP), (j & 1) if GROUP == 0 else (j & 1) ^ 1)  # the first turn is free
-    s = _started(q, k_s.index(slot), T, ONLINE)
+    started = _started(q, k_s.index(slot), T, ONLINE)
     acc = _product(packed, v_s.index(slot), acc, P, T.BM, T.BN)
     if SPLIT:
         rest = _product(packed, rest_s.index(slot), rest, P, T.BM, T.BN)
     if T.TURNS:
         mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
-    s = warpgroup_mma_wait(1 + SPLIT, deps=[s])
+    if not T.AHEAD:
+        s = warpgroup_mma_wait(1 + SPLIT, deps=[started])
     col = (tiles - 1 - j) * T.BN
     # Where BN is a program's query rows, the diagonal crosses the first tile only; _attend has done that one.
     if T.CAUSAL and T.CONSUMERS * T.BM != T.BN:
@@ -84,16 +90,36 @@ def _step(
         p, part, top, decay = _lowered(p, part, top, False)
     # The weights pass through the wait, so that their packing can't overwrite the operand of the product in flight.
     if SPLIT:
-        acc, rest, p = warpgroup_mma_wait(0, deps=[acc, rest, p])
+        if T.AHEAD:
+            acc, rest, p, s = warpgroup_mma_wait(0, deps=[acc, rest, p, started])
+        else:
+            acc, rest, p = warpgroup_mma_wait(0, deps=[acc, rest, p])
+    elif T.AHEAD:
+        acc, p, s = warpgroup_mma_wait(0, deps=[acc, p, started])
     else:
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    mbarrier.arrive(empty.index(slot), count=1)
+    mbarrier.arrive(empty.index(own), count=1)
     if ONLINE or T.FP8:
         total *= _by_group(decay, E)
         acc = _decayed(acc, decay, T)
         if SPLIT:
             rest = _decayed(rest, decay, T)
-    return acc, rest, _packed(p, v_s.dtype, P, T), total + part, top
+    return s, acc, rest, _packed(p, v_s.dtype, P, T), total + part, top
+
+
+@gluon.jit
+def _next(own, slot, phase, T: gl.constexpr):
+    """The same of the next step."""
+    before = slot
+    slot += 1
+    if slot == T.STAGES:
+        slot = 0
+        phase ^= 1
+    if T.AHEAD:
+        own = before
+    else:
+        own = slot
+    return own, slot, phase
 
 
 @gluon.jit
@@ -107,31 +133,55 @@ def _attend(
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=32 // BITS)
     S: gl.constexpr = _accumulator(T.BN, 8)
     top = gl.full([T.BM], -1.0e30 if ONLINE else 0.0, gl.float32, layout=gl.SliceLayout(1, S))
+    if T.FP8 and not ONLINE:
+        top = _by_thread(T, S)
     acc = gl.full([T.BM, T.COLUMNS], 0.0, gl.float32, layout=ACC)
     rest = 0
     if T.REST > 0:
         rest = gl.full([T.BM, T.REST], 0.0, gl.float32, layout=_accumulator(T.REST, BITS))
     mbarrier.wait(full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=[_started(q, k_s.index(0), T, ONLINE)])
+    after = s
+    if T.AHEAD:
+        mbarrier.wait(full.index(1), 0)
+        after = _started(q, k_s.index(1), T, ONLINE)  # where there is one tile only, of what is in that memory
     p, total, top, _decay = _softmax(
         s, q_scale, scale_s.index(0), bias_s.index(0), rows, (tiles - 1) * T.BN, N, top, T, T.CAUSAL or T.TAIL, ONLINE
     )
     if T.FP8 and not ONLINE:
         p, total, top, _decay = _lowered(p, total, top, True)
-    p = warpgroup_mma_wait(0, deps=[p])  # nothing is in flight, but the slot must not be given back before p is made
+    if T.AHEAD:
+        s, p = warpgroup_mma_wait(0, deps=[after, p])
+    else:
+        p = warpgroup_mma_wait(
+            0, deps=[p]
+        )  # nothing is in flight, but the slot must not be given back before p is made
     mbarrier.arrive(empty.index(0), count=1)
     packed = _packed(p, v_s.dtype, P, T)
-    slot = 1
+    own = 1
+    slot = 1 + T.AHEAD
     phase = 0
+    # Ahead the scores of odd and of even steps have registers of their own: they would be moved otherwise.
+    odd = s
+    even = s
     for j in range(1, tiles):
-        acc, rest, packed, total, top = _step(
-            j, slot, phase, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
-            T, P, ONLINE, GROUP,
-        )  # fmt: skip
-        slot += 1
-        if slot == T.STAGES:
-            slot = 0
-            phase ^= 1
+        if T.AHEAD:
+            if j % 2 == 1:
+                even, acc, rest, packed, total, top = _step(
+                    j, own, slot, phase, odd, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles,
+                    masked, ring, T, P, ONLINE, GROUP,
+                )  # fmt: skip
+            else:
+                odd, acc, rest, packed, total, top = _step(
+                    j, own, slot, phase, even, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles,
+                    masked, ring, T, P, ONLINE, GROUP,
+                )  # fmt: skip
+        else:
+            _none, acc, rest, packed, total, top = _step(
+                j, own, slot, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked,
+                ring, T, P, ONLINE, GROUP,
+            )  # fmt: skip
+        own, slot, phase = _next(own, slot, phase, T)
     mbarrier.wait(full.index(slot), phase)
     acc = _product(packed, v_s.index(slot), acc, P, T.BM, T.BN)
     if T.REST > 0:
@@ -139,6 +189,8 @@ def _attend(
         acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
+    if T.FP8 and not ONLINE:
+        top = gl.convert_layout(gl.max(top, 1), gl.SliceLayout(1, S))
     return acc, rest, gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S)), top
 
 
@@ -270,10 +322,11 @@ def traits(
         BM=_ROWS, BN=config.block_n, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=rest,
         STAGES=config.num_stages, CONSUMERS=config.block_m // _ROWS,
         Q_REGISTERS=padded <= 128 and config.block_m * min(config.block_n, 96) < 256 * _ROWS,
-        AS_FLOAT=config.as_float > 0 and not (high or has_bias or fp8),
+        AS_FLOAT=config.as_float > 0 and not (high or has_bias),
         HAS_BIAS=has_bias, HAS_LSE=has_lse, CAUSAL=causal, TAIL=tail, HIGH=high, FP8=fp8,
         # It ends at 2^-126 and loses NaN: that of a key shows in those that share its scale.
         POLYNOMIAL=0 if has_bias or high else config.polynomial, TURNS=config.turns > 0 and config.block_m > _ROWS,
+        AHEAD=config.ahead > 0,
     )  # fmt: skip
 
 

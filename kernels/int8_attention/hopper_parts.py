@@ -101,7 +101,8 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
         )
         if T.AS_FLOAT and not ONLINE:
             # In one operation, which rounds to 2^-8 (log2) or finer where scores are bounded.
-            x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E) - _by_row(scale * _AS_FLOAT, E)
+            less = scale * _AS_FLOAT + top if T.FP8 else scale * _AS_FLOAT
+            x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E) - _by_row(less, E)
         else:
             x = s4.to(gl.float32) * _by_row(scale, E)
     if T.HAS_BIAS:
@@ -125,7 +126,7 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
         new_top = gl.maximum(top, gl.ceil(peak - _E4M3_TOP) if T.FP8 else peak)
         decay = gl.exp2(top - new_top)
         top = new_top
-    if ONLINE or T.FP8:
+    if ONLINE or (T.FP8 and not T.AS_FLOAT):
         x -= _by_row(top, E)
     if T.POLYNOMIAL > 0 and not ONLINE and not MASKED:
         p = _exp2(x, T)
@@ -139,15 +140,33 @@ def _lowered(p, part, top, FIRST: gl.constexpr):
     """Weights and sums of a tile brought into the range of e4m3 where a thread's sum left it; the new top, the factor.
 
     The factor is a power of two.  FIRST: whatever the sum is, but by at least 2^-60, so that no weight of a later tile
-    overflows a float32.
+    overflows a float32.  part, top, factor: by thread [BM, 4], the last two alike in the four of a row.
     """
-    E: gl.constexpr = p.type.layout
-    peak = gl.convert_layout(gl.max(part, 1), top.type.layout)
+    PTX: gl.constexpr = _row_peaks(FIRST)
+    peak = gl.inline_asm_elementwise(PTX, "=&f,=&f,f,f", [part], dtype=gl.float32, is_pure=True, pack=2)
     lower = (peak.to(gl.int32, bitcast=True) >> 23) - (126 + _E4M3_SUM)  # of the exponent
     lower = gl.maximum(lower, -60) if FIRST else gl.where(peak > _E4M3_MAX, lower, 0)
     decay = ((127 - lower) << 23).to(gl.float32, bitcast=True)
+    E: gl.constexpr = p.type.layout
     _same, factor = gl.broadcast(p, _by_row(decay, E))
-    return _times(p, factor, 32), part * _by_group(decay, E), top + lower.to(gl.float32), decay
+    return _times(p, factor, 32), part * decay, top + lower.to(gl.float32), decay
+
+
+@gluon.constexpr_function
+def _row_peaks(always):
+    """PTX: the largest of what the four threads of a row hold, for two rows; unless `always`, a warp without one over
+    _E4M3_MAX does not ask, and each thread keeps its own."""
+    least = "BF800000" if always else "43E00000"  # -1 or _E4M3_MAX
+    rounds = " ".join(
+        f"shfl.sync.bfly.b32 t, ${row}, {distance}, 31, 0xffffffff; max.f32 ${row}, ${row}, t;"
+        for distance in (1, 2)
+        for row in (0, 1)
+    )
+    return (
+        "{ .reg .pred p, q; .reg .f32 t; max.f32 t, $2, $3; "
+        f"setp.gt.f32 p, t, 0f{least}; vote.sync.any.pred q, p, 0xffffffff; "
+        f"mov.f32 $0, $2; mov.f32 $1, $3; @!q bra L; {rounds} L: }}"
+    )
 
 
 @gluon.constexpr_function
@@ -175,9 +194,15 @@ def _times(x, factor, COUNT: gl.constexpr):
 
 @gluon.jit
 def _decayed(acc, decay, T: gl.constexpr):
-    """acc [BM, DV] times decay [BM]; in e4m3 that is 1 nearly always."""
+    """acc [BM, DV] times decay [BM] or, by thread, [BM, 4]; in e4m3 that is 1 nearly always."""
     DV: gl.constexpr = acc.type.shape[1]
-    factor = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout)), 1)
+    if len(decay.shape) == 1:
+        factor = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout)), 1)
+    else:
+        acc4 = acc.reshape([T.BM, DV // 8, 4, 2])
+        E: gl.constexpr = acc4.type.layout
+        _same, factor = gl.broadcast(acc4, _by_row(decay, E))
+        factor = gl.convert_layout(factor.reshape([T.BM, DV]), acc.type.layout, assert_trivial=True)
     if T.FP8:
         _same, factor = gl.broadcast(acc, factor)
         acc = _times(acc, factor, min(64, T.BM * DV // 128))
@@ -187,10 +212,19 @@ def _decayed(acc, decay, T: gl.constexpr):
 
 
 @gluon.jit
+def _by_thread(T: gl.constexpr, S: gl.constexpr):
+    """Zeros, one a row and thread: [BM, 4] in the layout of sums by thread."""
+    E: gl.constexpr = gl.full([T.BM, T.BN], 0.0, gl.float32, layout=S).reshape([T.BM, T.BN // 8, 4, 2]).type.layout
+    return gl.full([T.BM, 4], 0.0, gl.float32, layout=gl.SliceLayout(1, gl.SliceLayout(3, E)))
+
+
+@gluon.jit
 def _by_group(x, E: gl.constexpr):
-    """[BM] -> [BM, 1] in the layout of sums by thread [BM, 4]."""
+    """[BM] -> [BM, 1] in the layout of sums by thread [BM, 4]; these as they are."""
     G: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, E))
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, G)), 1)
+    if len(x.shape) == 1:
+        x = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, G)), 1)
+    return x
 
 
 @gluon.jit

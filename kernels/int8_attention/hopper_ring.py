@@ -23,6 +23,7 @@ class Traits(NamedTuple):
     product starts from.  HIGH: a scale for each key.  FP8: P @ V in e4m3.  POLYNOMIAL: as in Config, of bounded scores.
     TURNS: whether warpgroups start their products one after the other, so that the softmax of each runs under the
     products of the others; left alone all wait for their scores together, and then do exponentials together.
+    AHEAD: whether the scores of a step are there before its softmax begins, under which those of the next are made.
     """
 
     BM: int
@@ -43,6 +44,7 @@ class Traits(NamedTuple):
     FP8: bool
     POLYNOMIAL: int = 0
     TURNS: bool = False
+    AHEAD: bool = False
 
 
 @gluon.jit
@@ -70,7 +72,7 @@ def _load_values(v_desc, rest_desc, b, h_kv, n, full, v, rest, T: gl.constexpr):
 
 @gluon.jit
 def _producer(work, T: gl.constexpr):
-    """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1."""
+    """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1 (AHEAD: j - 2)."""
     q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring = work[:9]
     LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles = work[9:]
     k_s, v_s, rest_s, scale_s, bias_s, full, empty, _turn = ring
@@ -83,7 +85,8 @@ def _producer(work, T: gl.constexpr):
         _load(q_desc, [head, (block * T.CONSUMERS + wg) * T.BM, 0], q_full.index(wg), q_s.index(wg))
     slot = 0
     phase = 1
-    for j in range(tiles + 1):
+    LAG: gl.constexpr = 1 + T.AHEAD
+    for j in range(tiles + LAG):
         mbarrier.wait(empty.index(slot), phase)
         if j < tiles:
             if j == 0:
@@ -98,7 +101,9 @@ def _producer(work, T: gl.constexpr):
         else:
             mbarrier.expect(full.index(slot), V_BYTES)
         if j > 0:
-            n = _tile_of(j - 1, tiles, LIVE, T.HAS_BIAS) * T.BN
+            n = (
+                _tile_of(gl.maximum(j - LAG, 0), tiles, LIVE, T.HAS_BIAS) * T.BN
+            )  # AHEAD: slot 1 brings what nobody reads
             _load_values(v_desc, rest_desc, b, h_kv, n, full.index(slot), v_s.index(slot), rest_s.index(slot), T)
         slot += 1
         if slot == T.STAGES:
