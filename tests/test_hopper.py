@@ -17,7 +17,7 @@ pytestmark = [
     ),
 ]
 NARROW = {"block_n": 64, "num_stages": 4}
-AHEAD = {"block_n": 64, "num_stages": 6, "turns": 0, "ahead": 1}
+AHEAD = {"block_n": 64, "num_stages": 3, "turns": 0, "ahead": 1}
 WIDE = {"block_m": 128, "block_n": 128, "num_stages": 3}
 VARIANTS = [
     (64, {}), (64, WIDE), (64, {"block_m": 64, **NARROW}), (64, {"block_m": 192, **NARROW}),

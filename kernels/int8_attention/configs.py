@@ -16,7 +16,7 @@ class Config(NamedTuple):
     as_float: 1 where it saves the conversion of scores (see hopper_ring.Traits).
     polynomial: 2 or 4 where one exponential in so many is a polynomial; 0: none.
     turns: 1 where its warpgroups start their matrix products in turns.
-    ahead: 1 where the scores of a step are there before its softmax begins.
+    ahead: 1 where the scores of a step are there before its softmax begins; num_stages then counts pairs of tiles.
     """
 
     block_m: int

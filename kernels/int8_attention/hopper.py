@@ -46,23 +46,25 @@ _ROWS = 64  # query rows of a warpgroup
 
 @gluon.jit
 def _step(
-    j, own, slot, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
-    T: gl.constexpr, P: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr,
+    j, own, place, slot, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
+    T: gl.constexpr, P: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr, OPENS: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile j, then P @ V of tile j - 1 with the softmax of tile j under it.
 
-    AHEAD: the scores of tile j + 1 are made under the softmax, too; those of tile j are s.  own: the slot of tile j;
-    slot: that of the scores that are made here, and of values j - 1.
+    AHEAD: the scores of tile j + 1 are made under the softmax, too; those of tile j are s.
+    own: where the scale of tile j lies.  place: where the keys are whose scores are made here, and values j - 1.
+    OPENS: whether that is a new slot, and that of `own` is read no more.
     """
     k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
     SPLIT: gl.constexpr = T.REST > 0
-    mbarrier.wait(full.index(slot), phase)
+    if OPENS:
+        mbarrier.wait(full.index(slot), phase)
     if T.TURNS:
         mbarrier.wait(turn.index(GROUP), (j & 1) if GROUP == 0 else (j & 1) ^ 1)  # the first turn is free
-    started = _started(q, k_s.index(slot), T, ONLINE)
-    acc = _product(packed, v_s.index(slot), acc, P, T.BM, T.BN)
+    started = _started(q, k_s.index(place), T, ONLINE)
+    acc = _product(packed, v_s.index(place), acc, P, T.BM, T.BN)
     if SPLIT:
-        rest = _product(packed, rest_s.index(slot), rest, P, T.BM, T.BN)
+        rest = _product(packed, rest_s.index(place), rest, P, T.BM, T.BN)
     if T.TURNS:
         mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
     if not T.AHEAD:
@@ -72,15 +74,15 @@ def _step(
     if T.CAUSAL and T.CONSUMERS * T.BM != T.BN:
         if j < masked:
             p, part, top, decay = _softmax(
-                s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top, T, True, ONLINE
+                s, q_scale, scale_s.index(own), bias_s.index(own), rows, col, N, top, T, True, ONLINE
             )
         else:
             p, part, top, decay = _softmax(
-                s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top, T, False, ONLINE
+                s, q_scale, scale_s.index(own), bias_s.index(own), rows, col, N, top, T, False, ONLINE
             )
     else:
         p, part, top, decay = _softmax(
-            s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top, T, False, ONLINE
+            s, q_scale, scale_s.index(own), bias_s.index(own), rows, col, N, top, T, False, ONLINE
         )
     E: gl.constexpr = p.type.layout
     if M < 0:
@@ -98,7 +100,8 @@ def _step(
         acc, p, s = warpgroup_mma_wait(0, deps=[acc, p, started])
     else:
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    mbarrier.arrive(empty.index(own), count=1)
+    if OPENS:
+        mbarrier.arrive(empty.index(own // (1 + T.AHEAD)), count=1)
     if ONLINE or T.FP8:
         total *= _by_group(decay, E)
         acc = _decayed(acc, decay, T)
@@ -108,18 +111,12 @@ def _step(
 
 
 @gluon.jit
-def _next(own, slot, phase, T: gl.constexpr):
-    """The same of the next step."""
-    before = slot
+def _next(slot, phase, STAGES: gl.constexpr):
     slot += 1
-    if slot == T.STAGES:
+    if slot == STAGES:
         slot = 0
         phase ^= 1
-    if T.AHEAD:
-        own = before
-    else:
-        own = slot
-    return own, slot, phase
+    return slot, phase
 
 
 @gluon.jit
@@ -143,49 +140,53 @@ def _attend(
     s = warpgroup_mma_wait(0, deps=[_started(q, k_s.index(0), T, ONLINE)])
     after = s
     if T.AHEAD:
-        mbarrier.wait(full.index(1), 0)
-        after = _started(q, k_s.index(1), T, ONLINE)  # where there is one tile only, of what is in that memory
+        after = _started(q, k_s.index(1), T, ONLINE)
     p, total, top, _decay = _softmax(
         s, q_scale, scale_s.index(0), bias_s.index(0), rows, (tiles - 1) * T.BN, N, top, T, T.CAUSAL or T.TAIL, ONLINE
     )
     if T.FP8 and not ONLINE:
         p, total, top, _decay = _lowered(p, total, top, True)
+    # Nothing but the next scores is in flight; p passes, so that the slot is not given back before it is made.
     if T.AHEAD:
-        s, p = warpgroup_mma_wait(0, deps=[after, p])
+        after, p = warpgroup_mma_wait(0, deps=[after, p])
     else:
-        p = warpgroup_mma_wait(
-            0, deps=[p]
-        )  # nothing is in flight, but the slot must not be given back before p is made
-    mbarrier.arrive(empty.index(0), count=1)
+        p = warpgroup_mma_wait(0, deps=[p])
+        mbarrier.arrive(empty.index(0), count=1)
     packed = _packed(p, v_s.dtype, P, T)
-    own = 1
-    slot = 1 + T.AHEAD
+    # The slot to be opened; AHEAD also the one before, and the scores of odd and of even steps have registers of their
+    # own, because they would be moved otherwise.
+    before = 0
+    slot = 1
     phase = 0
-    # Ahead the scores of odd and of even steps have registers of their own: they would be moved otherwise.
-    odd = s
-    even = s
+    odd = after
+    even = after
     for j in range(1, tiles):
         if T.AHEAD:
             if j % 2 == 1:
                 even, acc, rest, packed, total, top = _step(
-                    j, own, slot, phase, odd, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles,
-                    masked, ring, T, P, ONLINE, GROUP,
+                    j, before * 2 + 1, slot * 2, slot, phase, odd, acc, rest, packed, total, top, q, q_scale, rows,
+                    SINK, M, N, tiles, masked, ring, T, P, ONLINE, GROUP, True,
                 )  # fmt: skip
             else:
                 odd, acc, rest, packed, total, top = _step(
-                    j, own, slot, phase, even, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles,
-                    masked, ring, T, P, ONLINE, GROUP,
+                    j, slot * 2, slot * 2 + 1, slot, phase, even, acc, rest, packed, total, top, q, q_scale, rows,
+                    SINK, M, N, tiles, masked, ring, T, P, ONLINE, GROUP, False,
                 )  # fmt: skip
+                before = slot
+                slot, phase = _next(slot, phase, T.STAGES)
         else:
             _none, acc, rest, packed, total, top = _step(
-                j, own, slot, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked,
-                ring, T, P, ONLINE, GROUP,
+                j, slot, slot, slot, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles,
+                masked, ring, T, P, ONLINE, GROUP, True,
             )  # fmt: skip
-        own, slot, phase = _next(own, slot, phase, T)
+            slot, phase = _next(slot, phase, T.STAGES)
     mbarrier.wait(full.index(slot), phase)
-    acc = _product(packed, v_s.index(slot), acc, P, T.BM, T.BN)
+    place = slot
+    if T.AHEAD:
+        place = slot * 2 + (tiles - 1) % 2
+    acc = _product(packed, v_s.index(place), acc, P, T.BM, T.BN)
     if T.REST > 0:
-        rest = _product(packed, rest_s.index(slot), rest, P, T.BM, T.BN)
+        rest = _product(packed, rest_s.index(place), rest, P, T.BM, T.BN)
         acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -260,15 +261,16 @@ def _attention(
     turn = full
     if T.TURNS:
         turn = _turns(T.CONSUMERS)
-    k_s = _buffer(k_desc, T.STAGES)
-    v_s = _buffer(v_desc, T.STAGES)
+    TILES: gl.constexpr = T.STAGES * (1 + T.AHEAD)
+    k_s = _buffer(k_desc, TILES)
+    v_s = _buffer(v_desc, TILES)
     rest_s = v_s
     if T.REST > 0:
-        rest_s = _buffer(rest_desc, T.STAGES)
-    scale_s = _buffer(scale_desc, T.STAGES)
+        rest_s = _buffer(rest_desc, TILES)
+    scale_s = _buffer(scale_desc, TILES)
     bias_s = scale_s
     if T.HAS_BIAS:
-        bias_s = _buffer(bias_desc, T.STAGES)
+        bias_s = _buffer(bias_desc, TILES)
     ring = (k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn)
     work = (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, q_s, q_full, ring,
             block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit)  # fmt: skip

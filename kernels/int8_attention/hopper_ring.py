@@ -23,7 +23,8 @@ class Traits(NamedTuple):
     product starts from.  HIGH: a scale for each key.  FP8: P @ V in e4m3.  POLYNOMIAL: as in Config, of bounded scores.
     TURNS: whether warpgroups start their products one after the other, so that the softmax of each runs under the
     products of the others; left alone all wait for their scores together, and then do exponentials together.
-    AHEAD: whether the scores of a step are there before its softmax begins, under which those of the next are made.
+    AHEAD: whether the scores of a step are there before its softmax begins, under which those of the next are made; a
+    slot of the ring serves two steps.
     """
 
     BM: int
@@ -72,7 +73,9 @@ def _load_values(v_desc, rest_desc, b, h_kv, n, full, v, rest, T: gl.constexpr):
 
 @gluon.jit
 def _producer(work, T: gl.constexpr):
-    """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1 (AHEAD: j - 2)."""
+    """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1; AHEAD: of steps
+    2j and 2j + 1, and of the two before. Past the last tile that one is loaded again.
+    """
     q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring = work[:9]
     LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles = work[9:]
     k_s, v_s, rest_s, scale_s, bias_s, full, empty, _turn = ring
@@ -85,26 +88,29 @@ def _producer(work, T: gl.constexpr):
         _load(q_desc, [head, (block * T.CONSUMERS + wg) * T.BM, 0], q_full.index(wg), q_s.index(wg))
     slot = 0
     phase = 1
-    LAG: gl.constexpr = 1 + T.AHEAD
-    for j in range(tiles + LAG):
+    EACH: gl.constexpr = 1 + T.AHEAD
+    slots = gl.cdiv(tiles, EACH)
+    for j in range(slots + 1):
         mbarrier.wait(empty.index(slot), phase)
-        if j < tiles:
+        if j < slots:
             if j == 0:
-                mbarrier.expect(full.index(slot), K_BYTES)
+                mbarrier.expect(full.index(slot), EACH * K_BYTES)
             else:
-                mbarrier.expect(full.index(slot), K_BYTES + V_BYTES)
-            tile = _tile_of(j, tiles, LIVE, T.HAS_BIAS)
-            _load(k_desc, [kv_head, tile * T.BN, 0], full.index(slot), k_s.index(slot))
-            _load(scale_desc, [(kv_head * k_tiles + tile) * SCALES], full.index(slot), scale_s.index(slot))
-            if T.HAS_BIAS:
-                _load(bias_desc, [(bias_row * k_tiles + tile) * T.BN], full.index(slot), bias_s.index(slot))
+                mbarrier.expect(full.index(slot), EACH * (K_BYTES + V_BYTES))
+            for i in gl.static_range(EACH):
+                tile = _tile_of(gl.minimum(j * EACH + i, tiles - 1), tiles, LIVE, T.HAS_BIAS)
+                at = slot * EACH + i
+                _load(k_desc, [kv_head, tile * T.BN, 0], full.index(slot), k_s.index(at))
+                _load(scale_desc, [(kv_head * k_tiles + tile) * SCALES], full.index(slot), scale_s.index(at))
+                if T.HAS_BIAS:
+                    _load(bias_desc, [(bias_row * k_tiles + tile) * T.BN], full.index(slot), bias_s.index(at))
         else:
-            mbarrier.expect(full.index(slot), V_BYTES)
+            mbarrier.expect(full.index(slot), EACH * V_BYTES)
         if j > 0:
-            n = (
-                _tile_of(gl.maximum(j - LAG, 0), tiles, LIVE, T.HAS_BIAS) * T.BN
-            )  # AHEAD: slot 1 brings what nobody reads
-            _load_values(v_desc, rest_desc, b, h_kv, n, full.index(slot), v_s.index(slot), rest_s.index(slot), T)
+            for i in gl.static_range(EACH):
+                n = _tile_of(gl.minimum((j - 1) * EACH + i, tiles - 1), tiles, LIVE, T.HAS_BIAS) * T.BN
+                at = slot * EACH + i
+                _load_values(v_desc, rest_desc, b, h_kv, n, full.index(slot), v_s.index(at), rest_s.index(at), T)
         slot += 1
         if slot == T.STAGES:
             slot = 0
