@@ -73,9 +73,9 @@ def loops(sass: str) -> list[list[str]]:
 def under_product(body: list[str]) -> float:
     """Part of the exponentials between the start of P @ V and the wait for it; 0 if ptxas serialises the products.
 
-    A step waits twice, first for its scores; ahead there are two steps in a loop, which wait once.
+    It would wait for each of them.
     """
-    if sum("DEPBAR.LE gsb0" in text for text in body) > 2:
+    if 2 * sum("DEPBAR.LE gsb0" in text for text in body) > sum("GMMA" in text for text in body):
         return 0.0
     inside, under, total = False, 0, 0
     for text in body:
