@@ -31,6 +31,7 @@ _SCALES = 32  # floats that one TMA load of key scales brings (its unit is 128 b
 _ROWS = 64  # query rows of a warpgroup
 
 
+# Lengths and head counts are not specialised: no compilation for a length of 1 or of 16 * n.
 @gluon.jit(do_not_specialize=["M", "N", "k_tiles", "heads", "group"])
 def _attention(
     q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc,

@@ -12,15 +12,16 @@ from .hopper_rows import _bound, _by_group, _by_thread, _decayed, _lowered, _wri
 
 @gluon.jit
 def _step(
-    j, own, place, slot, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
+    j, own, place, slot, phase, s, acc, rest, packed, total, top, given,
     T: gl.constexpr, P: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr, OPENS: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile j, then P @ V of tile j - 1 with the softmax of tile j under it.
 
     AHEAD: the scores of tile j + 1 are made under the softmax, too; those of tile j are s.
     own: where the scale of tile j lies.  place: where the keys are whose scores are made here, and values j - 1.
-    OPENS: whether that is a new slot, and that of `own` is read no more.
+    OPENS: whether that is a new slot, and that of `own` is read no more.  given: what all steps have in common.
     """
+    q, q_scale, rows, SINK, M, N, tiles, masked, ring = given
     k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
     SPLIT: gl.constexpr = T.REST > 0
     if OPENS:
@@ -78,6 +79,7 @@ def _step(
 
 @gluon.jit
 def _next(slot, phase, STAGES: gl.constexpr):
+    """The slot of the ring after this one, and the phase of its barrier."""
     slot += 1
     if slot == STAGES:
         slot = 0
@@ -86,10 +88,9 @@ def _next(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _attend(
-    q, q_scale, rows, SINK, M, N, tiles, masked, ring, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr
-):
+def _attend(given, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr):
     """Walk the ring: P @ V [BM, COLUMNS] and [BM, REST] before division, row sums and tops [BM] of one warpgroup."""
+    q, q_scale, rows, _SINK, _M, N, tiles, _masked, ring = given
     k_s, v_s, rest_s, scale_s, bias_s, full, empty, _turn = ring
     BITS: gl.constexpr = v_s.dtype.primitive_bitwidth
     ACC: gl.constexpr = _accumulator(T.COLUMNS, BITS)
@@ -130,21 +131,20 @@ def _attend(
         if T.AHEAD:
             if j % 2 == 1:
                 even, acc, rest, packed, total, top = _step(
-                    j, before * 2 + 1, slot * 2, slot, phase, odd, acc, rest, packed, total, top, q, q_scale, rows,
-                    SINK, M, N, tiles, masked, ring, T, P, ONLINE, GROUP, True,
+                    j, before * 2 + 1, slot * 2, slot, phase, odd, acc, rest, packed, total, top, given,
+                    T, P, ONLINE, GROUP, True,
                 )  # fmt: skip
             else:
                 odd, acc, rest, packed, total, top = _step(
-                    j, slot * 2, slot * 2 + 1, slot, phase, even, acc, rest, packed, total, top, q, q_scale, rows,
-                    SINK, M, N, tiles, masked, ring, T, P, ONLINE, GROUP, False,
+                    j, slot * 2, slot * 2 + 1, slot, phase, even, acc, rest, packed, total, top, given,
+                    T, P, ONLINE, GROUP, False,
                 )  # fmt: skip
                 before = slot
                 slot, phase = _next(slot, phase, T.STAGES)
         else:
             _none, acc, rest, packed, total, top = _step(
-                j, slot, slot, slot, phase, s, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles,
-                masked, ring, T, P, ONLINE, GROUP, True,
-            )  # fmt: skip
+                j, slot, slot, slot, phase, s, acc, rest, packed, total, top, given, T, P, ONLINE, GROUP, True
+            )
             slot, phase = _next(slot, phase, T.STAGES)
     mbarrier.wait(full.index(slot), phase)
     place = slot
@@ -181,12 +181,10 @@ def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
     if T.Q_REGISTERS:
         q = q8.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=4))
     bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, M, k_tiles, T.BM, T.D)
+    given = (q, q_scale, rows, LSE, M, N, tiles, masked, ring)
     if bound <= limit:
-        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, False, GROUP)
+        acc, rest, total, top = _attend(given, T, False, GROUP)
         _write_parts(acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, T)
     else:
-        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, True, GROUP)
+        acc, rest, total, top = _attend(given, T, True, GROUP)
         _write_parts(acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, T)
-
-
-# Lengths and head counts are not specialised: no compilation for a length of 1 or of 16 * n.
