@@ -110,7 +110,7 @@ def main() -> None:
         if "TURNS" in flags:
             config = config._replace(turns=1)
         if "AHEAD" in flags:
-            config = config._replace(block_n=64, ahead=1)
+            config = config._replace(ahead=1)
         types, constants = variant(head_dim, dtype, flags, config)
         name = " ".join((f"D{head_dim}", dtype, *flags))
         print(json.dumps({"variant": name} | facts(build(types, constants), constants["T"].CONSUMERS)), flush=True)

@@ -10,13 +10,13 @@ import torch
 
 
 class Config(NamedTuple):
-    """Query rows of a program, keys of a step.
+    """Query rows of a program, keys of a step and of a block with its own scales.
 
     gluon: the kernel of hopper.py, with four key scales a step, and a warpgroup for every 64 query rows.
     as_float: 1 where it saves the conversion of scores (see hopper_ring.Traits).
     polynomial: 2 or 4 where one exponential in so many is a polynomial; 0: none.
     turns: 1 where its warpgroups start their matrix products in turns.
-    ahead: 1 where the scores of a step are there before its softmax begins; num_stages then counts pairs of tiles.
+    ahead: 1 where a step has half of the keys, and its scores are there before its softmax begins.
     """
 
     block_m: int

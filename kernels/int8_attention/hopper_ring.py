@@ -21,8 +21,8 @@ class Traits(NamedTuple):
     product starts from.  HIGH: a scale for each key.  FP8: P @ V in e4m3.  POLYNOMIAL: as in Config, of bounded scores.
     TURNS: whether warpgroups start their products one after the other, so that the softmax of each runs under the
     products of the others; left alone all wait for their scores together, and then do exponentials together.
-    AHEAD: whether the scores of a step are there before its softmax begins, under which those of the next are made; a
-    slot of the ring serves two steps.
+    AHEAD: whether the scores of a step are there before its softmax begins, under which those of the next are made. Two
+    such steps share a slot of the ring, and a block of keys with its scales.
     """
 
     BM: int
@@ -47,10 +47,10 @@ class Traits(NamedTuple):
 
 
 @gluon.jit
-def _tile_of(j, tiles, LIVE, HAS_BIAS: gl.constexpr):
-    """Key tile of step j: the j-th one that is not masked altogether, or from the last to the first."""
+def _tile_of(j, tiles, LIVE, HAS_BIAS: gl.constexpr, EACH: gl.constexpr):
+    """Key tile of step j: of the blocks that are not masked altogether, EACH tiles, or from the last to the first."""
     if HAS_BIAS:
-        tile = gl.load(LIVE + 1 + j)
+        tile = gl.load(LIVE + 1 + j // EACH) * EACH + j % EACH
     else:
         tile = tiles - 1 - j
     return tile
@@ -79,7 +79,6 @@ def _producer(work, T: gl.constexpr):
     k_s, v_s, rest_s, scale_s, bias_s, full, empty, _turn = ring
     K_BYTES: gl.constexpr = k_desc.block_type.nbytes + scale_desc.block_type.nbytes + (T.BN * 4 if T.HAS_BIAS else 0)
     V_BYTES: gl.constexpr = v_desc.block_type.nbytes + (rest_desc.block_type.nbytes if T.REST > 0 else 0)
-    SCALES: gl.constexpr = T.BN if T.HIGH else 4
     CONSUMERS: gl.constexpr = T.CONSUMERS
     for wg in gl.static_range(CONSUMERS):
         mbarrier.expect(q_full.index(wg), q_desc.block_type.nbytes)
@@ -88,6 +87,7 @@ def _producer(work, T: gl.constexpr):
     phase = 1
     EACH: gl.constexpr = 1 + T.AHEAD
     slots = gl.cdiv(tiles, EACH)
+    first = kv_head * k_tiles * EACH
     for j in range(slots + 1):
         mbarrier.wait(empty.index(slot), phase)
         if j < slots:
@@ -96,17 +96,20 @@ def _producer(work, T: gl.constexpr):
             else:
                 mbarrier.expect(full.index(slot), EACH * (K_BYTES + V_BYTES))
             for i in gl.static_range(EACH):
-                tile = _tile_of(gl.minimum(j * EACH + i, tiles - 1), tiles, LIVE, T.HAS_BIAS)
+                tile = _tile_of(gl.minimum(j * EACH + i, tiles - 1), tiles, LIVE, T.HAS_BIAS, EACH)
                 at = slot * EACH + i
                 _load(k_desc, [kv_head, tile * T.BN, 0], full.index(slot), k_s.index(at))
-                _load(scale_desc, [(kv_head * k_tiles + tile) * SCALES], full.index(slot), scale_s.index(at))
+                if T.HIGH:
+                    _load(scale_desc, [(first + tile) * T.BN], full.index(slot), scale_s.index(at))
+                else:
+                    _load(scale_desc, [(kv_head * k_tiles + tile // EACH) * 4], full.index(slot), scale_s.index(at))
                 if T.HAS_BIAS:
-                    _load(bias_desc, [(bias_row * k_tiles + tile) * T.BN], full.index(slot), bias_s.index(at))
+                    _load(bias_desc, [(bias_row * k_tiles * EACH + tile) * T.BN], full.index(slot), bias_s.index(at))
         else:
             mbarrier.expect(full.index(slot), EACH * V_BYTES)
         if j > 0:
             for i in gl.static_range(EACH):
-                n = _tile_of(gl.minimum((j - 1) * EACH + i, tiles - 1), tiles, LIVE, T.HAS_BIAS) * T.BN
+                n = _tile_of(gl.minimum((j - 1) * EACH + i, tiles - 1), tiles, LIVE, T.HAS_BIAS, EACH) * T.BN
                 at = slot * EACH + i
                 _load_values(v_desc, rest_desc, b, h_kv, n, full.index(slot), v_s.index(at), rest_s.index(at), T)
         slot += 1
