@@ -2,7 +2,7 @@
 
 A variant is a list of settings: `pv=fp8`, `precision=high`, `online=1` (keep a running maximum everywhere),
 `lse=1` (all that is asked for at once takes turns, so that variants with and without it can be compared), `mask=NAME`,
-`block_m`, `block_n`, `num_stages`, `as_float`, `polynomial`, `turns`, `ahead`. Usage:
+`block_m`, `block_n`, `num_stages`, `as_float`, `polynomial`, `turns`. Usage:
 python bench/bench_hopper.py --case d64-8k --variants "base;block_m=192,block_n=64,num_stages=4" --impls torch,fa3
 """
 

@@ -27,8 +27,7 @@ VARIANTS = (
     (128, "bf16", ("HIGH",)),
     (128, "fp8e4nv", ("HAS_BIAS", "TAIL")),
     (128, "fp8e4nv", ("TURNS",)),
-    (128, "bf16", ("HAS_LSE", "AHEAD")),
-    (128, "fp8e4nv", ("TAIL", "AHEAD")),
+    (96, "fp8e4nv", ("HAS_LSE",)),
     (256, "bf16", ("HAS_BIAS",)),
 )
 
@@ -109,8 +108,6 @@ def main() -> None:
         config = hopper_config(head_dim, dtype == "fp8e4nv")
         if "TURNS" in flags:
             config = config._replace(turns=1)
-        if "AHEAD" in flags:
-            config = config._replace(ahead=1)
         types, constants = variant(head_dim, dtype, flags, config)
         name = " ".join((f"D{head_dim}", dtype, *flags))
         print(json.dumps({"variant": name} | facts(build(types, constants), constants["T"].CONSUMERS)), flush=True)

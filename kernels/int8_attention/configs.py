@@ -10,13 +10,12 @@ import torch
 
 
 class Config(NamedTuple):
-    """Query rows of a program, keys of a step and of a block with its own scales.
+    """Query rows of a program, keys of a step.
 
     gluon: the kernel of hopper.py, with four key scales a step, and a warpgroup for every 64 query rows.
     as_float: 1 where it saves the conversion of scores (see hopper_ring.Traits).
     polynomial: 2 or 4 where one exponential in so many is a polynomial; 0: none.
     turns: 1 where its warpgroups start their matrix products in turns.
-    ahead: 1 where a step has half of the keys, and its scores are there before its softmax begins.
     """
 
     block_m: int
@@ -28,7 +27,6 @@ class Config(NamedTuple):
     as_float: int = 0
     polynomial: int = 0
     turns: int = 0
-    ahead: int = 0
 
 
 # By padded head_dim. Set so that no variant spills on Triton 3.6 and 3.9 (tests/test_aot.py); not timed, but for sm_90.

@@ -50,13 +50,12 @@ def _attention(
     h_kv = h // group
     kv_head = b * (heads // group) + h_kv
     bias_row = b * s_bias_b + h * s_bias_h
-    EACH: gl.constexpr = 1 + T.AHEAD
-    tiles = gl.cdiv(N, T.BN)
+    tiles = k_tiles
     masked = 1
     if T.HAS_BIAS:
         LIVE += bias_row * (k_tiles + 1)
         ANCHOR += bias_row * 2
-        tiles = gl.load(LIVE) * EACH
+        tiles = gl.load(LIVE)
     if T.CAUSAL:
         tiles = gl.cdiv(gl.minimum(N, (block + 1) * ROWS), T.BN)
         masked = tiles - gl.minimum(block * ROWS, N) // T.BN
@@ -70,16 +69,15 @@ def _attention(
     turn = full
     if T.TURNS:
         turn = _turns(T.CONSUMERS)
-    TILES: gl.constexpr = T.STAGES * EACH
-    k_s = _buffer(k_desc, TILES)
-    v_s = _buffer(v_desc, TILES)
+    k_s = _buffer(k_desc, T.STAGES)
+    v_s = _buffer(v_desc, T.STAGES)
     rest_s = v_s
     if T.REST > 0:
-        rest_s = _buffer(rest_desc, TILES)
-    scale_s = _buffer(scale_desc, TILES)
+        rest_s = _buffer(rest_desc, T.STAGES)
+    scale_s = _buffer(scale_desc, T.STAGES)
     bias_s = scale_s
     if T.HAS_BIAS:
-        bias_s = _buffer(bias_desc, TILES)
+        bias_s = _buffer(bias_desc, T.STAGES)
     ring = (k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn)
     work = (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, q_s, q_full, ring,
             block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit)  # fmt: skip
@@ -123,33 +121,26 @@ def parts(head_dim: int) -> tuple[int, int]:
     return (64, 32) if columns == 96 else (columns, 0)
 
 
-def step_keys(config: Config) -> int:
-    """Keys of a step of the kernel."""
-    return config.block_n // (1 + config.ahead)
-
-
 def traits(
     config: Config, head_dim: int, *, fp8: bool, high: bool, has_bias: bool, has_lse: bool, causal: bool, tail: bool
 ) -> Traits:
     """What the kernel is compiled for."""
     padded = padded_head_dim(head_dim)
     columns, rest = parts(head_dim)
-    keys = step_keys(config)
     return Traits(
-        BM=_ROWS, BN=keys, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=rest,
+        BM=_ROWS, BN=config.block_n, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=rest,
         STAGES=config.num_stages, CONSUMERS=config.block_m // _ROWS,
-        Q_REGISTERS=padded <= 128 and config.block_m * min(keys, 96) * (2 + config.ahead) < 512 * _ROWS,
+        Q_REGISTERS=padded <= 128 and config.block_m * min(config.block_n, 96) < 256 * _ROWS,
         AS_FLOAT=config.as_float > 0 and not (high or has_bias),
         HAS_BIAS=has_bias, HAS_LSE=has_lse, CAUSAL=causal, TAIL=tail, HIGH=high, FP8=fp8,
         # It ends at 2^-126 and loses NaN: that of a key shows in those that share its scale.
         POLYNOMIAL=0 if has_bias or high else config.polynomial, TURNS=config.turns > 0 and config.block_m > _ROWS,
-        AHEAD=config.ahead > 0,
     )  # fmt: skip
 
 
 def blocks(config: Config, head_dim: int, fp8: bool, high: bool) -> dict[str, list[int]]:
     """Shapes of the blocks that TMA loads, by descriptor."""
-    padded, keys = padded_head_dim(head_dim), step_keys(config)
+    padded, keys = padded_head_dim(head_dim), config.block_n
     columns, rest = parts(head_dim)
     rest = rest or columns
     return {
@@ -208,7 +199,7 @@ def attention(
         *(row_strides(bias) if bias is not None else (0, 0)), -1.0 if online else BOUND[values.dtype],
         T=traits(
             config, head_dim, fp8=fp8, high=high, has_bias=bias is not None, has_lse=lse is not None, causal=is_causal,
-            tail=bias is None and kv_len % step_keys(config) != 0,
+            tail=bias is None and kv_len % config.block_n != 0,
         ),
         num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip

@@ -134,17 +134,38 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
 
 
 @gluon.jit
+def _quadruples(p, T: gl.constexpr):
+    """The weights that a word of four e4m3 ones is made of, four times [BM, BN / 16, 4]."""
+    low, high = gl.split(p.reshape([T.BM, T.BN // 16, 2, 4, 2]))
+    k0, k2 = gl.split(low.permute((0, 1, 3, 2)))
+    k1, k3 = gl.split(high.permute((0, 1, 3, 2)))
+    return k0, k1, k2, k3
+
+
+@gluon.jit
+def _rounded(k0, k1, k2, k3):
+    """Four weights in e4m3, two and two in the lower half of a word."""
+    PTX: gl.constexpr = "{ .reg .b16 a, z; mov.b16 z, 0; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; mov.b32 $0, {a, z}; }"
+    low = gl.inline_asm_elementwise(PTX, "=r,f,f", [k0, k1], dtype=gl.int32, is_pure=True, pack=1)
+    high = gl.inline_asm_elementwise(PTX, "=r,f,f", [k2, k3], dtype=gl.int32, is_pure=True, pack=1)
+    return low, high
+
+
+@gluon.jit
+def _words(low, high):
+    """Both halves in one word."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _packed(p, dtype: gl.constexpr, P: gl.constexpr, T: gl.constexpr):
     """Weights as operand of P @ V; e4m3 ones as words [BM, BN / 16, 4]: Triton carries bytes in a register each."""
     if dtype == gl.float8e4nv:
-        low, high = gl.split(p.reshape([T.BM, T.BN // 16, 2, 4, 2]))
-        k0, k2 = gl.split(low.permute((0, 1, 3, 2)))
-        k1, k3 = gl.split(high.permute((0, 1, 3, 2)))
-        packed = gl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
-            "mov.b32 $0, {a, b}; }",
-            "=r,f,f,f,f", [k0, k1, k2, k3], dtype=gl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+        k0, k1, k2, k3 = _quadruples(p, T)
+        low, high = _rounded(k0, k1, k2, k3)
+        packed = _words(low, high)
     else:
         packed = gl.convert_layout(gl.convert_layout(p.reshape([T.BM, T.BN]), _accumulator(T.BN, 8)).to(dtype), P)
     return packed

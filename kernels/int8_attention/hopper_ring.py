@@ -21,8 +21,6 @@ class Traits(NamedTuple):
     product starts from.  HIGH: a scale for each key.  FP8: P @ V in e4m3.  POLYNOMIAL: as in Config, of bounded scores.
     TURNS: whether warpgroups start their products one after the other, so that the softmax of each runs under the
     products of the others; left alone all wait for their scores together, and then do exponentials together.
-    AHEAD: whether the scores of a step are there before its softmax begins, under which those of the next are made. Two
-    such steps share a slot of the ring, and a block of keys with its scales.
     """
 
     BM: int
@@ -43,14 +41,13 @@ class Traits(NamedTuple):
     FP8: bool
     POLYNOMIAL: int = 0
     TURNS: bool = False
-    AHEAD: bool = False
 
 
 @gluon.jit
-def _tile_of(j, tiles, LIVE, HAS_BIAS: gl.constexpr, EACH: gl.constexpr):
-    """Key tile of step j: of the blocks that are not masked altogether, EACH tiles, or from the last to the first."""
+def _tile_of(j, tiles, LIVE, HAS_BIAS: gl.constexpr):
+    """Key tile of step j: the j-th one that is not masked altogether, or from the last to the first."""
     if HAS_BIAS:
-        tile = gl.load(LIVE + 1 + j // EACH) * EACH + j % EACH
+        tile = gl.load(LIVE + 1 + j)
     else:
         tile = tiles - 1 - j
     return tile
@@ -71,47 +68,36 @@ def _load_values(v_desc, rest_desc, b, h_kv, n, full, v, rest, T: gl.constexpr):
 
 @gluon.jit
 def _producer(work, T: gl.constexpr):
-    """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1; AHEAD: of steps
-    2j and 2j + 1, and of the two before. Past the last tile that one is loaded again.
-    """
+    """Slot j of the ring: keys, their scales and their bias of step j, and the values of step j - 1."""
     q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring = work[:9]
     LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles = work[9:]
     k_s, v_s, rest_s, scale_s, bias_s, full, empty, _turn = ring
     K_BYTES: gl.constexpr = k_desc.block_type.nbytes + scale_desc.block_type.nbytes + (T.BN * 4 if T.HAS_BIAS else 0)
     V_BYTES: gl.constexpr = v_desc.block_type.nbytes + (rest_desc.block_type.nbytes if T.REST > 0 else 0)
+    SCALES: gl.constexpr = T.BN if T.HIGH else 4
     CONSUMERS: gl.constexpr = T.CONSUMERS
     for wg in gl.static_range(CONSUMERS):
         mbarrier.expect(q_full.index(wg), q_desc.block_type.nbytes)
         _load(q_desc, [head, (block * T.CONSUMERS + wg) * T.BM, 0], q_full.index(wg), q_s.index(wg))
     slot = 0
     phase = 1
-    EACH: gl.constexpr = 1 + T.AHEAD
-    slots = gl.cdiv(tiles, EACH)
-    first = kv_head * k_tiles * EACH
-    for j in range(slots + 1):
+    for j in range(tiles + 1):
         mbarrier.wait(empty.index(slot), phase)
-        if j < slots:
+        if j < tiles:
             if j == 0:
-                mbarrier.expect(full.index(slot), EACH * K_BYTES)
+                mbarrier.expect(full.index(slot), K_BYTES)
             else:
-                mbarrier.expect(full.index(slot), EACH * (K_BYTES + V_BYTES))
-            for i in gl.static_range(EACH):
-                tile = _tile_of(gl.minimum(j * EACH + i, tiles - 1), tiles, LIVE, T.HAS_BIAS, EACH)
-                at = slot * EACH + i
-                _load(k_desc, [kv_head, tile * T.BN, 0], full.index(slot), k_s.index(at))
-                if T.HIGH:
-                    _load(scale_desc, [(first + tile) * T.BN], full.index(slot), scale_s.index(at))
-                else:
-                    _load(scale_desc, [(kv_head * k_tiles + tile // EACH) * 4], full.index(slot), scale_s.index(at))
-                if T.HAS_BIAS:
-                    _load(bias_desc, [(bias_row * k_tiles * EACH + tile) * T.BN], full.index(slot), bias_s.index(at))
+                mbarrier.expect(full.index(slot), K_BYTES + V_BYTES)
+            tile = _tile_of(j, tiles, LIVE, T.HAS_BIAS)
+            _load(k_desc, [kv_head, tile * T.BN, 0], full.index(slot), k_s.index(slot))
+            _load(scale_desc, [(kv_head * k_tiles + tile) * SCALES], full.index(slot), scale_s.index(slot))
+            if T.HAS_BIAS:
+                _load(bias_desc, [(bias_row * k_tiles + tile) * T.BN], full.index(slot), bias_s.index(slot))
         else:
-            mbarrier.expect(full.index(slot), EACH * V_BYTES)
+            mbarrier.expect(full.index(slot), V_BYTES)
         if j > 0:
-            for i in gl.static_range(EACH):
-                n = _tile_of(gl.minimum((j - 1) * EACH + i, tiles - 1), tiles, LIVE, T.HAS_BIAS, EACH) * T.BN
-                at = slot * EACH + i
-                _load_values(v_desc, rest_desc, b, h_kv, n, full.index(slot), v_s.index(at), rest_s.index(at), T)
+            n = _tile_of(j - 1, tiles, LIVE, T.HAS_BIAS) * T.BN
+            _load_values(v_desc, rest_desc, b, h_kv, n, full.index(slot), v_s.index(slot), rest_s.index(slot), T)
         slot += 1
         if slot == T.STAGES:
             slot = 0

@@ -5,12 +5,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_parts import _by_row
+from .hopper_parts import _by_row, _quadruples, _rounded
 
 # e4m3 ends at 448 = 2^8.8. Where no row maximum is kept, what a thread sums up of a row and tile stays below that, and
 # is brought under 2^7 where it does not, so that a weight is normal from 2^-12 of the largest on, and 0 under 2^-16.
-_E4M3_MAX = gl.constexpr(448.0)
-_E4M3_SUM = gl.constexpr(7)
 
 
 @gluon.jit
@@ -30,37 +28,66 @@ def _by_group(x, E: gl.constexpr):
 
 
 @gluon.jit
-def _lowered(p, part, top, FIRST: gl.constexpr):
-    """Weights and sums of a tile brought into the range of e4m3 where a thread's sum left it; the new top, the factor.
+def _lowered(p, part, top, FIRST: gl.constexpr, T: gl.constexpr):
+    """Rounded weights (as _rounded) and sums of a tile in the range of e4m3, the new top, and the factor to get there.
 
-    The factor is a power of two.  FIRST: whatever the sum is, but by at least 2^-60, so that no weight of a later tile
-    overflows a float32.  part, top, factor: by thread [BM, 4], the last two alike in the four of a row.
+    The factor is a power of two, and 1 unless a thread's sum left that range.  FIRST: it is made whatever the sum is,
+    but by at most 2^60, so that no weight of a later tile overflows a float32.  part, top, factor: by thread [BM, 4],
+    the last two alike in the four of a row.
     """
-    PTX: gl.constexpr = _row_peaks(FIRST)
-    peak = gl.inline_asm_elementwise(PTX, "=&f,=&f,f,f", [part], dtype=gl.float32, is_pure=True, pack=2)
-    lower = (peak.to(gl.int32, bitcast=True) >> 23) - (126 + _E4M3_SUM)  # of the exponent
-    lower = gl.maximum(lower, -60) if FIRST else gl.where(peak > _E4M3_MAX, lower, 0)
-    decay = ((127 - lower) << 23).to(gl.float32, bitcast=True)
-    E: gl.constexpr = p.type.layout
-    _same, factor = gl.broadcast(p, _by_row(decay, E))
-    return _times(p, factor, 32), part * decay, top + lower.to(gl.float32), decay
+    COUNT: gl.constexpr = T.BM * T.BN // 512
+    PTX: gl.constexpr = _round_again(COUNT, FIRST)
+    k0, k1, k2, k3 = _quadruples(p, T)
+    low, high = _rounded(k0, k1, k2, k3)
+    L: gl.constexpr = low.type.layout
+    _same, parts = gl.broadcast(
+        low, gl.expand_dims(gl.convert_layout(part, gl.SliceLayout(1, L), assert_trivial=True), 1)
+    )
+    low, high, factor = gl.inline_asm_elementwise(
+        PTX[0], PTX[1], [k0, k1, k2, k3, low, high, parts],
+        dtype=(gl.int32, gl.int32, gl.float32), is_pure=True, pack=COUNT,
+    )  # fmt: skip
+    decay = gl.convert_layout(_first(factor, T.BM, T.BN // 16), part.type.layout, assert_trivial=True)
+    lower = 127 - (decay.to(gl.int32, bitcast=True) >> 23)
+    return low, high, part * decay, top + lower.to(gl.float32), decay
+
+
+@gluon.jit
+def _first(x, BM: gl.constexpr, J: gl.constexpr):
+    """x[:, 0] of [BM, J, 4], which is in the thread."""
+    if J > 1:
+        x, _rest = gl.split(x.reshape([BM, 2, J // 2, 4]).permute((0, 2, 3, 1)))
+        x = _first(x, BM, J // 2)
+    else:
+        x = x.reshape([BM, 4])
+    return x
 
 
 @gluon.constexpr_function
-def _row_peaks(always):
-    """PTX: the largest of what the four threads of a row hold, for two rows; unless `always`, a warp without one over
-    _E4M3_MAX does not ask, and each thread keeps its own."""
-    least = "BF800000" if always else "43E00000"  # -1 or _E4M3_MAX
-    rounds = " ".join(
-        f"shfl.sync.bfly.b32 t, ${row}, {distance}, 31, 0xffffffff; max.f32 ${row}, ${row}, t;"
-        for distance in (1, 2)
-        for row in (0, 1)
-    )
-    return (
-        "{ .reg .pred p, q; .reg .f32 t; max.f32 t, $2, $3; "
-        f"setp.gt.f32 p, t, 0f{least}; vote.sync.any.pred q, p, 0xffffffff; "
-        f"mov.f32 $0, $2; mov.f32 $1, $3; @!q bra L; {rounds} L: }}"
-    )
+def _round_again(count, always):
+    """PTX and constraints: halves of words [count] of a thread's two rows in turns, and their factors; unless `always`,
+    the halves given and 1 in a warp in which no sum is over what e4m3 holds."""
+    k, low, part = 3 * count, 7 * count, 9 * count
+    least = "max.s32 e, e, -60;" if always else "setp.gt.f32 p, t, 0f43E00000; selp.s32 e, e, 0, p;"  # 448
+    text = "{ .reg .pred p, q; .reg .f32 t, u, f0, f1; .reg .s32 e; .reg .b16 a, z; mov.b16 z, 0; "
+    text += " ".join(f"mov.b32 ${i}, ${low + i};" for i in range(2 * count))
+    text += "".join(f" mov.f32 ${2 * count + i}, 0f3F800000;" for i in range(count))
+    if not always:
+        text += f" max.f32 t, ${part}, ${part + 1}; setp.gt.f32 p, t, 0f43E00000;"
+        text += " vote.sync.any.pred q, p, 0xffffffff; @!q bra L;"
+    for row in (0, 1):
+        text += f" mov.f32 t, ${part + row};"
+        for distance in (1, 2):
+            text += f" shfl.sync.bfly.b32 u, t, {distance}, 31, 0xffffffff; max.f32 t, t, u;"
+        text += f" mov.b32 e, t; shr.s32 e, e, 23; sub.s32 e, e, {126 + 7}; {least}"  # the exponent; it becomes 2^7
+        text += f" sub.s32 e, 127, e; shl.b32 e, e, 23; mov.b32 f{row}, e;"
+    for i in range(2 * count):
+        x = k + 2 * count * (i >= count) + i % count
+        text += f" mul.f32 t, ${x}, f{i % 2}; mul.f32 u, ${x + count}, f{i % 2};"
+        text += f" cvt.rn.satfinite.e4m3x2.f32 a, u, t; mov.b32 ${i}, {{a, z}};"
+    text += "".join(f" mov.f32 ${2 * count + i}, f{i % 2};" for i in range(count))
+    constraints = ["=&r"] * 2 * count + ["=&f"] * count + ["f"] * 4 * count + ["r"] * 2 * count + ["f"] * count
+    return text + " L: }", ",".join(constraints)
 
 
 @gluon.constexpr_function
