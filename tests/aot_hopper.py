@@ -88,6 +88,22 @@ def under_product(body: list[str]) -> float:
     return under / total
 
 
+def overwritten(body: list[str]) -> list[str]:
+    """What writes to a register that a product in flight reads its weights from."""
+    weights, found, inside = set(), [], False
+    for text in body:
+        product = re.match(r"[HQ]GMMA\S* R\d+, R(\d+),", text)
+        if product:
+            weights |= {int(product[1]) + i for i in range(4)}
+            inside = True
+        if "DEPBAR.LE gsb0, 0x0" in text:
+            inside = False
+        target = re.match(r"(?:@!?U?P\d+ )?(?!ST|RED|[IHQ]GMMA)[A-Z]\S* (?:P\w+, )?R(\d+),", text)
+        if inside and target and int(target[1]) in weights:
+            found.append(text)
+    return found
+
+
 def facts(compiled, consumers: int) -> dict[str, object]:
     sass, spills = cuda_facts(compiled.asm["cubin"])
     bodies = loops(sass)
@@ -97,6 +113,7 @@ def facts(compiled, consumers: int) -> dict[str, object]:
         "shared": compiled.metadata.shared,
         "instructions": sorted(set(re.findall(r"\b(IGMMA|HGMMA|QGMMA|UTMALDG|USETMAXREG)\b", sass))),
         "under_product": min(under_product(body) for body in bodies[:consumers]),
+        "overwritten": [text for body in bodies[: 2 * consumers] for text in overwritten(body)],
         "spills_in_loop": sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in bodies[consumers - 1]),
         "bounded": len(bodies[0]),
         "online": len(bodies[consumers]),
