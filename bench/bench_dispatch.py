@@ -84,13 +84,13 @@ def stubbed_kernel() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stub_backend() -> Iterator[str]:
-    """Register a backend that takes every call and returns its query."""
+def stub_backend(answer: Tensor) -> Iterator[str]:
+    """Register a backend that takes every call and returns `answer`."""
     backend = sdpa_router.Backend(
         "stub",
         sdpa_router.BackendLimits(dtypes=(torch.float16, torch.bfloat16, torch.float32)),
         lambda call, settings: iter(()),
-        lambda call, settings, attention: call.query,
+        lambda call, settings, attention: answer,
     )
     sdpa_router.register_backend(backend)
     try:
@@ -270,7 +270,10 @@ def measure_decisions(bench: Dispatch) -> None:
                 print("  skipped known-routed: the kernel does not run on this device", flush=True)
         with sdpa_router.route(backends=("int8", "comfy", "sage", "torch"), min_kv=10**9, max_error=0.0):
             bench.overhead("known-four", functional.scaled_dot_product_attention, small)
-        with stub_backend() as name, sdpa_router.route(backends=(name, "int8", "comfy", "torch")):
+        with (
+            stub_backend(torch.empty_like(small[0])) as name,
+            sdpa_router.route(backends=(name, "int8", "comfy", "torch")),
+        ):
             bench.overhead("known-peer", functional.scaled_dot_product_attention, small)
 
 

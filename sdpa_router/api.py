@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
     if name is OFF and not torch.compiler.is_dynamo_compiling():
         follow_environment()  # as route() does on entering
     # Torch's turn first, and nothing called that needn't be: a call of 256 tokens takes torch 19 us.
-    answer = dispatch(name, torch_attention, arguments, None)
+    answer = dispatch(name, torch_attention, arguments)
     if answer is TORCH and not (_modes() and under_foreign_mode()):
         if scale is None and enable_gqa is False:
             return torch_attention(query, key, value, attn_mask, dropout_p, is_causal)

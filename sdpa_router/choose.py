@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .backends.base import TORCH, Backend, candidates, find_backend
+from .backends.base import TORCH, Backend, candidates, find_backend, said
 from .call import Call, is_regular, mask_info
 from .cost_files import table_for
 from .costs import Size, Table, fastest
@@ -83,7 +83,7 @@ def _against(name: str, call: Call, settings: Settings, table: Table | None) -> 
 
 def failure(error: Exception) -> Reason:
     """Return the reason that a backend raised `error`."""
-    return Reason(Code.BACKEND_FAILED, f"{type(error).__name__}: {error}", "an answer")
+    return Reason(Code.BACKEND_FAILED, said(error), "an answer")
 
 
 def _error_class(backend: Backend, table: Table | None) -> float | None:

@@ -53,7 +53,8 @@ class route(_Region):  # noqa: N801 (used like a function)
     the measured costs (`sdpa-router tune`) are best for. torch answers what nobody else does.
     allow_mask_blind: take backends whose rounding depends on what masked keys hold (garbage in padding spoils it).
     max_error: leave out backends whose measured error class is above.
-    on_error: "raise" what a backend raises, with the decision attached, or log it and "fallback" to the next one.
+    on_error: "raise" what a backend raises, with the decision attached, or log it and "fallback" to the next one; who
+    failed is not asked again for that kind of call, who ran out of memory a second later.
     by_tile: answer masks with a row for each query by their tiles, where that is faster; each is summarised once.
     min_kv and pv are for int8.
 

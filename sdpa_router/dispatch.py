@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Hashable
 from enum import Enum
@@ -13,15 +12,15 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from . import run
-from .backends.base import find_backend
+from .asking import ask, attach, log_failures
 from .by_tile import PATIENCE, counts_of, refine, unknown
-from .choose import choose, failure
+from .choose import choose
 from .decide import Call, mask_cast_note, needs_mask_cast
 from .decision import Code, Decision, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
-from .mask_summary import full_view, is_same, summarised, trace
+from .mask_summary import is_same, trace
 from .recent import latest, remember, with_key_of_size
-from .record import known, logger, report, sight
+from .record import known, report, sight
 from .settings import settings_of, skipping, skips
 from .sighting import Sighting
 from .traced import traced
@@ -30,6 +29,7 @@ from .traced import traced
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (float, int)
 _MAX_SCALE = LIMITS.max_scale
+_new = tuple.__new__  # a named tuple's own is one more call
 _recall = known.get
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
@@ -48,26 +48,18 @@ class Turn(Enum):
 TORCH = Turn.TORCH  # asking the class for it takes longer
 
 
-def dispatch(
-    name: str, attention: run.Attention, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> torch.Tensor | Turn:
-    """Answer a call with SDPA's arguments under the settings `name`, or return whose turn it is.
+def dispatch(name: str, attention: run.Attention, args: tuple[Any, ...]) -> torch.Tensor | Turn:
+    """Answer a call under the settings `name`, or return whose turn it is.
 
-    kwargs: None where args are all eight, in the order of a Call.
+    args: query, key and value, or all eight in the order of a Call.
     A decision is recalled by everything that it depends on: from the call that followed the last one before, or else
-    from those with a key of this size (recent.py), or else by a signature. Arguments that are not SDPA's are torch's
-    turn: it says so.
+    from those with a key of this size (recent.py), or else by a signature.
     """
-    if kwargs is None:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = args
-    elif kwargs or len(args) != 3:
-        try:
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = bound(*args, **kwargs)
-        except TypeError:
-            return TORCH
-    else:
+    if len(args) == 3:
         query, key, value = args
         attn_mask, dropout_p, is_causal, scale, enable_gqa = None, 0.0, False, None, False
+    else:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = args
     if _compiling():
         return traced(Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), name, attention)
     before = latest.call
@@ -93,21 +85,6 @@ def dispatch(
         guess.tick()
         return TORCH
     return _answer(guess.sighting, attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-def bound(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Any, ...]:
-    """Return the eight arguments of a call, or raise TypeError for what SDPA does not take."""
-    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 
 def _dispatch_by_signature(name: str, attention: run.Attention, call: Call) -> torch.Tensor | Turn:
@@ -164,69 +141,15 @@ def _answer(
     if sighting.direct:
         sighting.tick()
         settings = sighting.settings
-        return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv, settings.precision)[0]
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        try:
+            return run.int8(query, key, value, attn_mask, is_causal, scale, settings.pv, settings.precision)[0]
+        except Exception as error:
+            attach(error, sighting.decision)
+            raise
+    call = _new(Call, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     if sighting.summaries is not None and attn_mask is not None:
         sighting = _by_its_tiles(sighting, call)
-        if sighting.decision.routed:
-            sighting.tick()
-            mask = full_view(attn_mask, key.shape[2])
-            return run.by_tile(query, key, value, mask, summarised(mask).summary, scale, False)[0]
-    return _ask(sighting, attention, call)
-
-
-def _ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tensor:
-    """Let the backend that was chosen answer, or the next one where it can't just now or fails."""
-    while sighting.decision.route is not Route.SDPA:
-        if sighting.instead is not None:
-            sighting = sighting.instead
-            continue
-        try:
-            backend = find_backend(sighting.decision.backend)
-        except KeyError:  # another thread has unregistered it just now
-            gone = Reason(Code.PACKAGE, f"no backend {sighting.decision.backend!r}", "one that is registered")
-            sighting = _without(sighting, call, (gone,))
-            continue
-        try:
-            reasons = tuple(backend.reasons_now(call)) if backend.reasons_now is not None else ()
-            if reasons:
-                sighting = _without(sighting, call, reasons)
-                continue
-            out = run.backend(backend, call, sighting.settings, attention)
-        except Exception as error:
-            if sighting.settings.on_error == "raise":
-                sighting.tick()
-                _attach(error, sighting.decision)
-                raise
-            logger.warning("%s failed, the next backend answers from now on: %s", backend.name, error)
-            sighting.instead = _without(sighting, call, (failure(error),))
-            continue
-        sighting.tick()
-        return out
-    sighting.tick()
-    if sighting.settings.on_unsupported == "raise" and sighting.decision.reasons:
-        raise UnsupportedError(sighting.decision)
-    return run.native(call, attention, cast_mask=bool(sighting.decision.notes))
-
-
-def _without(sighting: Sighting, call: Call, reasons: tuple[Reason, ...]) -> Sighting:
-    """Decide again, with these reasons against the backend that was chosen."""
-    name = sighting.decision.backend
-    refused = {**sighting.refused, name: (*sighting.refused.get(name, ()), *reasons)}
-    key = ("without", sighting, tuple(reason.code for reason in reasons))
-    made = known.get(key)
-    if made is None:
-        made = sight(key, call, choose(call, sighting.settings, refused), sighting.settings)
-        made.refused = refused
-    return made
-
-
-def _attach(error: Exception, decision: Decision) -> None:
-    """Let the error of a backend tell which decision led there, as `.decision` and as a note."""
-    with contextlib.suppress(Exception):  # a frozen dataclass takes neither, and is to surface all the same
-        error.decision = decision  # type: ignore[attr-defined]
-        notes = getattr(error, "__notes__", [])
-        error.__notes__ = [*notes, f"sdpa_router chose {decision}"]  # type: ignore[attr-defined]
+    return ask(sighting, attention, call)
 
 
 def _by_its_tiles(sighting: Sighting, call: Call) -> Sighting:
@@ -284,7 +207,10 @@ def _judge(call: Call, name: str, skipped: bool, signature: Hashable) -> Sightin
     if settings.skip is not None:
         settings = dataclasses.replace(settings, skip=lambda _: skipped)  # asked once a call
     decision = choose(call, settings)
-    return sight(signature or (name, str(decision)), call, decision, settings)
+    sighting = sight(signature or (name, str(decision)), call, decision, settings)
+    if not sighting.count:
+        log_failures(decision)
+    return sighting
 
 
 def _require_grad(*tensors: torch.Tensor | None) -> tuple[bool, ...] | bool:

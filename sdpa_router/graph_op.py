@@ -35,7 +35,7 @@ def _routed_attention(
     """Answer under the settings of this name, with the strides that _fake() promised."""
     native = run.torch_attention()
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    answer = dispatch(settings, native, call, None)
+    answer = dispatch(settings, native, call)
     if isinstance(answer, Turn):
         answer = run.native(call, native, cast_mask=needs_mask_cast(call))
     promised, _ = run.empty_outputs(query, lse=False)

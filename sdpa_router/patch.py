@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from . import run
-from .dispatch import TORCH, Turn, bound, dispatch, under_foreign_mode
+from .dispatch import TORCH, Turn, dispatch, under_foreign_mode
 from .record import judge_anew
 from .settings import OFF, active, traced_as_constant
 
@@ -172,7 +172,12 @@ def _patch_over(previous: run.Attention) -> run.Attention:
         if name is OFF or _top is not scaled_dot_product_attention:
             usual = _compiling() or _are_plain(args, kwargs)
         else:
-            answer = dispatch(name, previous, args, kwargs)
+            try:
+                call = _bound(*args, **kwargs) if kwargs or len(args) != 3 else args
+            except TypeError:  # torch says what it takes
+                answer: torch.Tensor | Turn = TORCH
+            else:
+                answer = dispatch(name, previous, call)
             usual = answer is TORCH
             if not usual and not isinstance(answer, Turn):
                 return answer
@@ -184,8 +189,23 @@ def _patch_over(previous: run.Attention) -> run.Attention:
     patch.__wrapped__ = previous
     patch.__doc__ = previous.__doc__
     patch.__qualname__ = patch.__name__
-    patch.__signature__ = inspect.signature(bound)
+    patch.__signature__ = inspect.signature(_bound)
     return cast(run.Attention, patch)
+
+
+def _bound(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Any, ...]:
+    """Return the eight arguments of a call, or raise TypeError for what SDPA does not take."""
+    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 
 def _are_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -251,9 +251,10 @@ def _write_totals() -> None:
     if totals["calls"]:
         where = {"time": time.time(), "pid": os.getpid(), "devices": _devices()}
         _write_json({"event": "totals", **where, **totals, "counts": _counts(counted)})
-    asked = os.environ.get("SDPA_ROUTER_LOG", "").strip().lower() == "info"
+    asked = os.environ.get("SDPA_ROUTER_LOG", "").strip()
     if asked and (totals["calls"] or multiprocessing.parent_process() is None):  # workers of a loader attend nothing
-        print(summary(totals), file=sys.stderr)
+        unknown = f"sdpa_router: SDPA_ROUTER_LOG={asked} means nothing; accepted: info"
+        print(summary(totals) if asked.lower() == "info" else unknown, file=sys.stderr)
 
 
 def _devices() -> list[str]:

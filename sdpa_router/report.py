@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["as_text", "read_run", "run_report"]
 
+_MOST_ROWS = 200
+
 
 def run_report(run: RunFile, output: Path | None, *, text: bool) -> int:
     """Write the page and print the tables, whichever is asked for; returns 0."""
@@ -39,16 +41,17 @@ def as_text(run: RunFile) -> list[Table | str]:
     from .terminal import milliseconds, table
 
     parts: list[Table | str] = [summary(run)]
-    names = list(dict.fromkeys(name for row in run.rows for name in row.ms))
+    rows, others = run.heaviest(_MOST_ROWS)
+    names = list(dict.fromkeys(name for row in rows for name in row.ms))
     numbers = ("calls", "share", *names)
     grid = table("calls", "share", "answered by", "query", "keys", "mask", *names, "reasons", numbers=numbers)
-    for row in sorted(run.rows, key=run.weight, reverse=True):
+    for row in rows:
         query, key = (_shape(row, name) for name in ("query", "key"))
         times = [milliseconds(row.ms[name]) if name in row.ms else "-" for name in names]
         share = f"{run.weight(row):.1%}"
         cells = (str(row.count), share, row.backend, query, key, kind_of_mask(row), *times, ", ".join(row.reasons))
         grid.add_row(*cells)
-    parts.append(grid)
+    parts += [grid, *filter(None, (others,))]
     advice = run.advice()
     if advice:
         cures = table("reason", "calls", "share", "what to do", numbers=("calls", "share"))

@@ -6,6 +6,8 @@ from html import escape
 
 from .run_file import Advice, Row, RunFile
 
+_MOST_ROWS = 500  # of 8 KB each
+
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --paper: #ffffff; --line: #d5dae0; --fill: #eef1f4;
   --routed: #1a7f5a; --native: #9aa4b0; --warn: #9a5b00; }
@@ -41,8 +43,7 @@ ul { margin: .3rem 0; padding-left: 1.1rem; }
 def page(run: RunFile) -> str:
     """Return the page."""
     title = f"Attention calls of {escape(run.path.name)}"
-    rows = sorted(run.rows, key=run.weight, reverse=True)
-    body = [f"<h1>{title}</h1>", _intro(run), _tiles(run), _bar(run), _advice(run), _rows(run, rows)]
+    body = [f"<h1>{title}</h1>", _intro(run), _tiles(run), _bar(run), _advice(run), _rows(run)]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return "\n".join(
         (
@@ -130,11 +131,13 @@ def _code_marked(text: str) -> str:
     return "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
 
 
-def _rows(run: RunFile, rows: list[Row]) -> str:
+def _rows(run: RunFile) -> str:
+    rows, others = run.heaviest(_MOST_ROWS)
     head = '<th class="n">calls</th><th class="n">share</th><th class="mask-column">mask</th><th>call</th>'
     head += '<th class="who-column">answered by</th><th class="ms-column">milliseconds a call</th>'
     body = "".join(_row(run, row) for row in rows)
-    return f"<h2>Calls</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    more = f'<p class="soft">{others}</p>' if others else ""
+    return f"<h2>Calls</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
 
 
 def _row(run: RunFile, row: Row) -> str:

@@ -9,20 +9,22 @@ import torch
 import torch.nn.functional as F
 
 from .backends.base import Backend
-from .decide import Call
+from .call import Call, tensors_of
 from .kernels.int8_attention import op as _op  # registers the operators
+from .kernels.int8_attention.alike import check_of
 from .kernels.int8_attention.configs import describable
 from .kernels.sparse_attention import op as _sparse_op  # noqa: F401 (registers more)
 from .mask import key_view
 from .settings import OFF, Settings, active
 
 if TYPE_CHECKING:
-    from .qk import QuantizedQK
-
-if TYPE_CHECKING:
     from .kernels.sparse_attention.summary import Summary
+    from .qk import QuantizedQK
+    from .sighting import Sighting
 
 Attention = Callable[..., torch.Tensor]
+
+_is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 # What F.scaled_dot_product_attention was before the router took its place; None while it is not there.
 below: Attention | None = None
@@ -106,10 +108,13 @@ def empty_outputs(query: torch.Tensor, *, lse: bool) -> tuple[torch.Tensor, torc
     return _op._empty_out(query, lse)
 
 
-def backend(chosen: Backend, call: Call, settings: Settings, attention: Attention) -> torch.Tensor:
+def backend(
+    chosen: Backend, call: Call, settings: Settings, attention: Attention, sighting: Sighting | None = None
+) -> torch.Tensor:
     """Answer `call` with a backend that was decided on, heads inside the sequence in memory where the query's are.
 
-    Raises TypeError for what is no answer to this call, and whatever the backend raises.
+    sighting: of the decision; it keeps what is known of the answers. Raises TypeError for what is no answer to this
+    call, and whatever the backend raises.
     """
     outer = active.name
     active.name = OFF  # calls that it makes itself are torch's: routed ones would come back to it for ever
@@ -117,33 +122,36 @@ def backend(chosen: Backend, call: Call, settings: Settings, attention: Attentio
         out = chosen.run(call, settings, attention)
     finally:
         active.name = outer
-    if _lies_as_query(out, call):
+    fits = None if sighting is None else sighting.fits
+    if fits is not None and fits(call.query, out):
         return out
+    found = _own_answer(chosen, call, out)
+    if sighting is not None and fits is None and found is out:
+        sighting.fits = check_of((call.query, out)) or _never
+    return found
+
+
+def _never(query: torch.Tensor, out: object) -> bool:
+    return False
+
+
+def _own_answer(chosen: Backend, call: Call, out: object) -> torch.Tensor:
+    """Return `out` if it is an answer to `call` as torch gives it, else what makes one of it, or raise TypeError."""
     query = call.query
-    if not _fits(out, call):
+    if not isinstance(out, torch.Tensor) or not _fits(out, call):
         raise TypeError(
             f"backend {chosen.name!r} answered with {_described(out)}; accepted: a tensor "
             f"{[*query.shape[:3], call.value.shape[3]]} of {query.dtype} on {query.device}, "
             "with a contiguous last axis"
         )
     if 0 < query.stride(1) < query.stride(2) and not 0 < out.stride(1) < out.stride(2):
-        return out.transpose(1, 2).contiguous().transpose(1, 2)
-    return out
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    # Such as the value of an only key, expanded: whoever writes to the answer must not write to an argument.
+    return out.clone() if any(_is_alias_of(out, tensor) for tensor in tensors_of(call)) else out
 
 
-def _lies_as_query(out: object, call: Call) -> bool:
-    """Whether `out` is the usual answer, which is in nothing but its values other than the query."""
-    if not isinstance(out, torch.Tensor):
-        return False
-    query, shape = call.query, out.shape
-    alike = shape == query.shape and out.stride() == query.stride() and out.dtype is query.dtype
-    return alike and out.device == query.device and call.value.shape[-1] == shape[-1]
-
-
-def _fits(out: object, call: Call) -> bool:
+def _fits(out: torch.Tensor, call: Call) -> bool:
     """Whether `out` is such a tensor as torch would answer `call` with."""
-    if not isinstance(out, torch.Tensor):
-        return False
     query, head_dim = call.query, call.value.shape[-1]
     right = out.shape == (*query.shape[:-1], head_dim) and out.dtype is query.dtype and out.device == query.device
     return right and (out.stride(-1) == 1 or head_dim <= 1)

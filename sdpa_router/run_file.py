@@ -96,6 +96,17 @@ class RunFile:
     def _weight(self, row: Row) -> float:
         return (row.total_ms or 0.0) if self.by_time else row.operations
 
+    def heaviest(self, most: int) -> tuple[list[Row], str]:
+        """Return the rows with the largest shares, at most `most`, and a sentence on the others, "" if there are none.
+
+        Each length of a text is a kind of its own: a language model makes thousands.
+        """
+        rows = sorted(self.rows, key=self.weight, reverse=True)
+        others = rows[most:]
+        calls, share = sum(row.count for row in others), sum(map(self.weight, others))
+        told = f"and {len(others):,} lighter kinds of calls: {calls:,} calls, {100 * share:.1f} % of attention"
+        return rows[:most], told if others else ""
+
     @property
     def routed_share(self) -> float:
         """Share of attention that others than torch answered, 0 to 1."""

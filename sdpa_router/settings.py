@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from . import scalars
 from .backends.base import backend_names
 from .kernels.int8_attention.limits import LIMITS
 
@@ -51,8 +53,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.on_unsupported not in ON_UNSUPPORTED:
             raise ValueError(f"on_unsupported is {self.on_unsupported!r}; accepted: {', '.join(ON_UNSUPPORTED)}")
-        if self.min_kv is not None and (type(self.min_kv) is not int or self.min_kv < 0):
-            raise ValueError(f"min_kv is {self.min_kv!r}; accepted: None or an int of at least 0")
+        scalars.whole(self, "min_kv", 0, or_none=True)
         if self.pv not in LIMITS.pv:
             raise ValueError(f"pv is {self.pv!r}; accepted: {', '.join(LIMITS.pv)}")
         if self.precision not in LIMITS.precision:
@@ -63,10 +64,10 @@ class Settings:
             hash(self.skip)
         except TypeError:
             raise TypeError(f"skip is {self.skip!r}; accepted: None or a function of a Call that is hashable") from None
-        if type(self.log) is not bool:
-            raise TypeError(f"log is {self.log!r}; accepted: True or False")
-        if type(self.by_tile) is not bool:
-            raise TypeError(f"by_tile is {self.by_tile!r}; accepted: True or False")
+        scalars.flags(self, "log", "allow_mask_blind", "by_tile")
+        scalars.real(self, "max_error", or_none=True)
+        if self.on_error not in ON_ERROR:
+            raise ValueError(f"on_error is {self.on_error!r}; accepted: {', '.join(ON_ERROR)}")
         self._check_backends()
 
     def _check_backends(self) -> None:
@@ -77,18 +78,21 @@ class Settings:
         ordered = isinstance(names, tuple) and all(name in known for name in names) and len({*names}) == len(names)
         if not ordered or self.backends == ():
             accepted = f"{FASTEST!r} or different names out of {', '.join(known)}, as a tuple in order"
-            raise ValueError(f"backends is {self.backends!r}; accepted: {accepted}")
-        if type(self.allow_mask_blind) is not bool:
-            raise TypeError(f"allow_mask_blind is {self.allow_mask_blind!r}; accepted: True or False")
-        if self.max_error is not None and not (type(self.max_error) in (int, float) and self.max_error >= 0):
-            raise ValueError(f"max_error is {self.max_error!r}; accepted: None or a number of at least 0")
-        if self.on_error not in ON_ERROR:
-            raise ValueError(f"on_error is {self.on_error!r}; accepted: {', '.join(ON_ERROR)}")
+            raise ValueError(f"backends is {self.backends!r}; accepted: {accepted}{_meant(self.backends, known)}")
 
     @property
     def only_int8(self) -> bool:
         """Whether int8 and torch are all there is to choose from, by rules alone."""
         return self.backends == BACKENDS and self.max_error is None and self.on_error == "raise"
+
+
+def _meant(backends: object, known: tuple[str, ...]) -> str:
+    """Return what was probably meant by names that are not taken, as the end of a sentence."""
+    given = backends.split(",") if isinstance(backends, str) else backends if isinstance(backends, tuple) else ()
+    texts = [name.strip().lower() for name in given if isinstance(name, str)]
+    names = [close for text in texts for close in difflib.get_close_matches(text, (*known, FASTEST), 1)]
+    meant = FASTEST if names == [FASTEST] else tuple(dict.fromkeys(names))
+    return f"; did you mean {meant!r}?" if names else ""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

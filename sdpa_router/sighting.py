@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +28,8 @@ class Sighting:
     """A decision, the call that it was made for (as metadata, in no tensor), and how often it was needed."""
 
     __slots__ = (
-        *("as_given", "decision", "direct", "instead", "last_mask", "number", "phase", "refused", "reported"),
-        *("settings", "summaries", "tick"),
+        *("as_given", "asked", "asked_again", "decision", "direct", "fits", "instead", "last_mask", "number", "phase"),
+        *("refused", "reported", "settings", "summaries", "tick"),
         *("_call", "_caller", "_reads", "_ticks", "_time"),
     )
 
@@ -40,8 +40,13 @@ class Sighting:
         self.settings = settings
         refuses = settings.on_unsupported == "raise" and decision.reasons
         self.direct = decision.routed and settings.on_error == "raise"
-        # Where a backend failed or can't answer just now: who answers instead, and the reasons so far by backend.
+        self.asked = None if decision.route is Route.SDPA else decision.backend  # who is, if not torch
+        # Whether to such a query such an answer of the backend needs no closer look; None before the first one.
+        self.fits: Callable[[torch.Tensor, Any], bool] | None = None
+        # Where a backend failed or can't answer just now: who answers instead, until when on the monotonic clock, and
+        # the reasons so far by backend.
         self.instead: Sighting | None = None
+        self.asked_again = math.inf
         self.refused: dict[str, tuple[Reason, ...]] = {}
         self.number = next(_numbers)
         self.phase = "capture" if phase == "eager" and _capturing() else phase

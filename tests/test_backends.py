@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import sys
+import types
 
 import hypothesis
 import peer_stand_ins as stand_ins
@@ -20,7 +21,21 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdpa_router
-from sdpa_router import Backend, BackendLimits, Code, Reason, Route, Settings, cli, explain, lse, route, stats
+from sdpa_router import (
+    Backend,
+    BackendLimits,
+    Code,
+    Reason,
+    Route,
+    Settings,
+    asking,
+    cli,
+    explain,
+    lse,
+    route,
+    run,
+    stats,
+)
 from sdpa_router.backends import base, comfy, fa3, sage, torch_sdpa
 from sdpa_router.backends.peers import entry_point, on_gpu
 from sdpa_router.choose import choose
@@ -246,7 +261,7 @@ def test_what_can_not_be_registered(registered):
     for broken in (dataclasses.replace(mine("other"), limits=None), mine("other", now=5)):
         with pytest.raises(TypeError, match="accepted"):
             base.register_backend(broken)
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=r"given 'int8', accepted: what was registered \(mine\)"):
         base.unregister_backend("int8")
 
 
@@ -359,15 +374,18 @@ def test_limits_that_say_nothing(limits):
 # --- a backend that fails
 
 
-def failing(registered):
-    calls = []
+def failing(registered, error=RuntimeError):
+    """Register a backend that fails; returns its calls, and the errors that it raises, none where they are gone."""
+    calls, errors = [], [error("too large for me")]
 
     def run(call, settings, attention):
         calls.append(call)
-        raise torch.OutOfMemoryError("too large for me")
+        for raised in errors:
+            raise raised
+        return attention(*call[:3])
 
     registered(mine(run=run))
-    return calls
+    return calls, errors
 
 
 def test_an_error_that_takes_no_decision_surfaces(registered):
@@ -385,15 +403,33 @@ def test_an_error_that_takes_no_decision_surfaces(registered):
 
 def test_an_error_surfaces_with_the_decision(registered):
     failing(registered)
-    with route(backends=("mine",)), pytest.raises(torch.OutOfMemoryError, match="too large") as caught:
+    with route(backends=("mine",)), pytest.raises(RuntimeError, match="too large") as caught:
         F.scaled_dot_product_attention(*draw())
     assert caught.value.decision.backend == "mine"
     assert "sdpa_router chose mine" in caught.value.__notes__[0]
     assert stats()["calls"] == 1
 
 
+@pytest.mark.parametrize("on_error", ["raise", "fallback"])
+def test_so_does_one_of_our_own_kernel(monkeypatch, on_error):
+    def int8(*arguments, **options):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(run, "int8", int8)
+    monkeypatch.setattr("sdpa_router.decide.unavailable", lambda device: None)
+    tensors = draw()
+    with route(min_kv=0, on_error=on_error):
+        if on_error == "fallback":
+            assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
+            return
+        with pytest.raises(RuntimeError, match="no kernel image") as caught:
+            F.scaled_dot_product_attention(*tensors)
+    assert caught.value.decision.routed
+    assert "sdpa_router chose int8" in caught.value.__notes__[0]
+
+
 def test_a_fallback_is_logged_once_and_stays(registered, caplog):
-    calls = failing(registered)
+    calls, _ = failing(registered)
     tensors = draw()
     with caplog.at_level(logging.WARNING), route(backends=("mine",), on_error="fallback"):
         for _ in range(3):
@@ -403,7 +439,100 @@ def test_a_fallback_is_logged_once_and_stays(registered, caplog):
     assert "too large" in caplog.text
     assert stats()["routes"] == {"int8": 0, "sdpa": 3}
     assert stats()["reasons"] == {Code.BACKEND_FAILED: 3}
-    assert "OutOfMemoryError: too large for me" in stats()["signatures"][-1]["detail"]
+    assert "RuntimeError: too large for me" in stats()["signatures"][-1]["detail"]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_who_ran_out_of_memory_is_asked_again_later(registered, caplog, monkeypatch, error):
+    clock = [100.0]
+    monkeypatch.setattr(asking, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    calls, errors = failing(registered, error)
+    tensors = draw()
+
+    def attend(times, seconds):
+        for _ in range(times):
+            assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
+        clock[0] += seconds
+        return len(calls)
+
+    with caplog.at_level(logging.WARNING), route(backends=("mine",), on_error="fallback"):
+        assert attend(3, seconds=10) == 1
+        assert attend(2, seconds=0) == 2, "asked again, and failed again"
+        errors.clear()
+        assert attend(2, seconds=10) == 2, "not yet"
+        assert attend(2, seconds=0) == 4
+    assert stats()["routes"] == {"int8": 0, "sdpa": 7, "mine": 2}
+    assert stats()["reasons"] == {Code.BACKEND_FAILED: 7}
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "once, however often it fails"
+
+
+def test_an_error_after_one_of_memory_is_told_and_stays(registered, caplog, monkeypatch):
+    monkeypatch.setattr(asking, "_PAUSE_S", 0.0)
+    calls, errors = failing(registered, torch.OutOfMemoryError)
+    tensors = draw()
+    with caplog.at_level(logging.WARNING), route(backends=("mine",), on_error="fallback"):
+        F.scaled_dot_product_attention(*tensors)
+        errors[:] = [RuntimeError("broken")]
+        for _ in range(3):
+            F.scaled_dot_product_attention(*tensors)
+    assert len(calls) == 2
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "OutOfMemoryError: too large for me" in caplog.messages[0]
+    assert "RuntimeError: broken" in caplog.messages[1]
+
+
+def test_long_words_of_an_error_are_cut(registered):
+    class MuteError(Exception):
+        def __str__(self):
+            raise ValueError
+
+    assert base.said(MuteError()) == "MuteError"
+    assert base.said(RuntimeError("\n\n  no such\n symbol\n")) == "RuntimeError: no such symbol"
+    assert len(base.said(RuntimeError("_ZN3c10" * 10**5))) < 400
+    assert base.said(RuntimeError("_ZN3c10" * 10**5)).endswith("...")
+
+
+ALIASES = {
+    "the query": lambda query, key, value: query,
+    "a view of it": lambda query, key, value: query.view(query.shape),
+    "keys": lambda query, key, value: key[:, :, -64:],
+    "one value for all": lambda query, key, value: value[:, :, -1:].expand(query.shape),
+    "in inference mode": lambda query, key, value: torch.inference_mode()(lambda: query[:])(),
+}
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("kind", ALIASES)
+def test_an_answer_shares_no_memory_with_an_argument(registered, kind, permuted):
+    registered(mine(run=lambda call, settings, attention: ALIASES[kind](*call[:3])))
+    tensors = draw()
+    if permuted:
+        tensors = tuple(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors)
+    kept = [tensor.clone() for tensor in tensors]
+    expected = ALIASES[kind](*kept).clone()
+    with route(backends=("mine",)):
+        for _ in range(3):
+            out = F.scaled_dot_product_attention(*tensors)
+            torch.testing.assert_close(out, expected)
+            out.zero_()
+            assert all(map(torch.equal, tensors, kept))
+
+
+def test_every_answer_is_looked_at_again_where_it_lies_otherwise(registered):
+    answers = []
+    registered(mine(run=lambda call, settings, attention: answers.pop(0)))
+    tensors = draw()
+    good, heads_last = torch.randn(1, 2, 64, 64).to(BF16), torch.randn(1, 64, 2, 64).to(BF16).transpose(1, 2)
+    with route(backends=("mine",)):
+        for answer in (good, heads_last, good):
+            answers[:] = [answer]
+            assert F.scaled_dot_product_attention(*tensors) is answer
+        for answer in (good.double(), good[:, :, 1:], good.transpose(2, 3), None):
+            answers[:] = [answer]
+            with pytest.raises(TypeError, match="answered with"):
+                F.scaled_dot_product_attention(*tensors)
+        answers[:] = [tensors[0]]
+        assert F.scaled_dot_product_attention(*tensors) is not tensors[0]
 
 
 WRONG_ANSWERS = {
@@ -441,8 +570,27 @@ def test_reasons_that_raise_are_errors_of_the_backend(registered, where):
     with route(backends=("mine",), on_error="fallback"):
         assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
     assert stats()["reasons"] == {Code.BACKEND_FAILED: 1}
+    assert "LookupError: no such table" in stats()["signatures"][-1]["detail"]
     with route(backends=("mine",)), pytest.raises(LookupError, match="no such table"):
         F.scaled_dot_product_attention(*tensors)
+
+
+def test_reasons_that_raise_are_logged_once(registered, caplog):
+    def broken(call, settings):
+        raise LookupError("no such table")
+
+    failing(registered)
+    registered(dataclasses.replace(mine("second"), reasons_against=broken))
+    tensors = draw()
+    with caplog.at_level(logging.WARNING), route(backends=("second", "mine"), on_error="fallback"):
+        for _ in range(3):
+            F.scaled_dot_product_attention(*tensors)
+    assert [message.partition(" failed")[0] for message in caplog.messages] == ["second", "mine"]
+    assert "LookupError: no such table" in caplog.messages[0]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), route(backends=("mine", "second"), on_error="fallback"):
+        F.scaled_dot_product_attention(*tensors)
+    assert [message.partition(" failed")[0] for message in caplog.messages] == ["mine", "second"]
 
 
 def test_raise_on_unsupported_counts_every_backend(registered):

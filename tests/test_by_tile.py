@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import sdpa_router
-from sdpa_router import Code, Route, by_tile, mask_summary
+from sdpa_router import Code, Route, by_tile, mask_summary, run
 from sdpa_router.kernels.sparse_attention.limits import TileCost
 from sdpa_router.testing import gaussian, relative_error, sdpa_oracle
 
@@ -185,6 +185,25 @@ def test_a_first_warning_tells_what_the_tiles_decided(summaries, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         routed(*shorter, on_unsupported="warn")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "fallback"])
+def test_a_kernel_that_fails_is_an_error_of_the_backend(on_error, monkeypatch):
+    def by_tile(*arguments):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(run, "by_tile", by_tile)
+    query, key, value, mask = *inputs(), banded()
+    if on_error == "raise":
+        with pytest.raises(RuntimeError, match="no kernel image") as caught:
+            routed(query, key, value, mask, on_error=on_error)
+        assert caught.value.decision.mask.tiles.skipped > 0
+        return
+    for _ in range(2):
+        out = routed(query, key, value, mask, on_error=on_error)
+        assert relative_error(out, sdpa_oracle(query, key, value, mask)[0]) < 0.005
+    assert sdpa_router.stats()["routes"] == {"int8": 0, "sdpa": 2}
+    assert sdpa_router.stats()["reasons"] == {Code.FULL_MASK: 2, Code.BACKEND_FAILED: 2}
 
 
 def test_the_route_can_be_turned_off(summaries):

@@ -216,6 +216,44 @@ def test_early_bound_references_are_beyond_reach(native):
 # Somebody else's patches
 
 
+FORMS = {
+    "by name": ((), {"attn_mask": None, "dropout_p": 0.0, "is_causal": True}),
+    "scale": ((), {"scale": 0.3}),
+    "groups": ((), {"enable_gqa": True}),
+    "by place": ((None, 0.0, True), {}),
+    "mask": ((torch.zeros(8, 8),), {}),
+    "nothing more": ((), {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_foreign_function_gets_the_arguments_as_they_were_given(form, monkeypatch):
+    seen = []
+
+    def theirs(*args, **kwargs):
+        seen.append((args, kwargs))
+        return args[0]
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", theirs)
+    tensors, (rest, named) = torch.randn(3, 1, 2, 8, 16).unbind(), FORMS[form]
+    with route(min_kv=10**9):
+        for _ in range(2):
+            assert F.scaled_dot_product_attention(*tensors, *rest, **named) is tensors[0]
+    assert all(list(map(id, args)) == list(map(id, (*tensors, *rest))) for args, _ in seen)
+    assert [kwargs for _, kwargs in seen] == [named] * 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_torchs_function_answers_alike_however_it_is_called(form):
+    query, key, value = torch.randn(3, 1, 4, 8, 16).unbind()
+    tensors = (query, key[:, :2], value[:, :2]) if form == "groups" else (query, key, value)
+    rest, named = FORMS[form]
+    expected = F.scaled_dot_product_attention(*tensors, *rest, **named)
+    with route(min_kv=10**9):
+        for _ in range(2):
+            assert torch.equal(F.scaled_dot_product_attention(*tensors, *rest, **named), expected)
+
+
 def foreign(previous):
     def patched(*args, **kwargs):
         patched.calls += 1

@@ -1,16 +1,21 @@
 """Settings: the functions that take them one by one take all of them, with the same defaults, and hand them on."""
 
 import dataclasses
+import fractions
 import inspect
+import math
+import re
 import sys
 import types
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
-from sdpa_router import Settings, enable, route
+from sdpa_router import BackendLimits, Settings, enable, route
 from sdpa_router.integrations import comfyui, diffusers, transformers
+from sdpa_router.settings import intern
 
 FUNCTIONS = {
     "route": route,
@@ -94,10 +99,64 @@ def stand_in(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
+NUMPYS = {
+    "min_kv": (numpy.int64(7), 7),
+    "max_error": (numpy.float32(0.5), 0.5),
+    "log": (numpy.bool_(False), False),
+    "by_tile": (numpy.bool_(True), True),
+}
+
+
+def test_numbers_and_flags_of_numpy_are_pythons():
+    given = Settings(**{name: value for name, (value, _) in NUMPYS.items()})
+    assert given == Settings(**{name: value for name, (_, value) in NUMPYS.items()})
+    assert intern(given) == intern(Settings(**{name: value for name, (_, value) in NUMPYS.items()}))
+    assert [type(getattr(given, name)) for name in NUMPYS] == [int, float, bool, bool]
+    assert Settings(max_error=fractions.Fraction(1, 50)).max_error == 0.02
+    assert Settings(max_error=numpy.int8(1)).max_error == 1
+    assert Settings(max_error=math.inf).max_error == math.inf
+    limits = BackendLimits(max_head_dim=numpy.int32(64), error=numpy.float16(0.5), gqa=numpy.bool_(True))
+    assert [type(value) for value in (limits.max_head_dim, limits.error, limits.gqa)] == [int, float, bool]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"min_kv": True}, {"min_kv": numpy.bool_(True)}, {"min_kv": 64.0}, {"min_kv": numpy.float32(64)}),
+        *({"min_kv": "64"}, {"min_kv": numpy.int64(-1)}, {"min_kv": torch.tensor(64)}, {"max_error": True}),
+        *({"max_error": numpy.bool_(True)}, {"max_error": numpy.float32("nan")}, {"max_error": 1j}),
+        *({"max_error": "0.02"}, {"max_error": 10**400}, {"max_error": numpy.float32(-1)}, {"log": 1}),
+        *({"log": numpy.int64(1)}, {"by_tile": "yes"}, {"by_tile": None}, {"log": numpy.array([True])}),
+    ],
+)
+def test_what_is_no_such_number_or_flag_is_refused(given):
+    (name,) = given
+    with pytest.raises((TypeError, ValueError), match=f"{name} is .*; accepted: "):
+        Settings(**given)
+
+
 @pytest.mark.parametrize("backends", [{"int8", "torch"}, iter(("int8",)), ("int8", "int8"), "int8", ["int8", "bogus"]])
 def test_backends_without_an_order_or_unknown_are_refused(backends):
     with pytest.raises(ValueError, match=r"backends is .*; accepted: 'fastest' or different names out of int8"):
         route(backends=backends)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        *(("sage", "('sage',)"), ("INT8,torch", "('int8', 'torch')"), (("int8", "sagee"), "('int8', 'sage')")),
+        *(("Fastest", "'fastest'"), (["fastest"], "'fastest'"), (("int8", "int8"), "('int8',)")),
+    ],
+)
+def test_who_was_meant_is_said(given, meant):
+    with pytest.raises(ValueError, match=re.escape(f"; did you mean {meant}?")):
+        Settings(backends=given)
+
+
+@pytest.mark.parametrize("given", [(), "", None, 5, (None,), ([],), ("größe",), "xyzzy"])
+def test_where_nobody_could_be_meant_nothing_is_guessed(given):
+    with pytest.raises(ValueError, match=r"as a tuple in order$"):
+        Settings(backends=given)
 
 
 def test_backends_as_a_list_in_traced_code():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from .. import scalars
 from ..decision import Code, MaskKind, Reason
 
 if TYPE_CHECKING:
@@ -49,21 +51,29 @@ class BackendLimits:
             given = getattr(self, name)
             if not isinstance(given, tuple) or not all(isinstance(value, kind) for value in given):
                 raise TypeError(f"{name} is {given!r}; accepted: a tuple of {kind.__name__}")
-        for name in ("gqa", "positive_scale", "blind", "lse"):
-            if type(getattr(self, name)) is not bool:
-                raise TypeError(f"{name} is {getattr(self, name)!r}; accepted: True or False")
-        if type(self.max_head_dim) is not int or self.max_head_dim < 1:
-            raise ValueError(f"max_head_dim is {self.max_head_dim!r}; accepted: an int of at least 1")
-        if type(self.max_scale) not in (int, float) or not self.max_scale > 0:
-            raise ValueError(f"max_scale is {self.max_scale!r}; accepted: a number above 0")
+        scalars.flags(self, "gqa", "positive_scale", "blind", "lse")
+        scalars.whole(self, "max_head_dim", 1)
+        scalars.real(self, "max_scale", positive=True)
+        scalars.real(self, "error", or_none=True)
         if self.causal not in ("any", "square", "none"):
             raise ValueError(f"causal is {self.causal!r}; accepted: 'any', 'square' or 'none'")
-        if self.error is not None and not (isinstance(self.error, (int, float)) and self.error >= 0):
-            raise ValueError(f"error is {self.error!r}; accepted: None or a number of at least 0")
 
 
 Reasons = Callable[["Call", "Settings"], Iterator[Reason]]
 Run = Callable[["Call", "Settings", Callable[..., torch.Tensor]], torch.Tensor]
+
+
+# Characters that are shown of what an error says: a C++ symbol that is missing may have thousands.
+_MOST_WORDS = 300
+
+
+def said(error: BaseException) -> str:
+    """Return the type of an error and what it says in one line, cut where that is long."""
+    words = ""
+    with contextlib.suppress(Exception):  # asking it may raise anything
+        words = " ".join(str(error).split())
+    words = words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]}..."
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -189,6 +199,8 @@ def unregister_backend(name: str) -> None:
     Settings that name it send their calls to the next backend.
     """
     with _lock:
+        if name not in _registered:
+            raise KeyError(f"given {name!r}, accepted: what was registered ({', '.join(_registered) or 'nothing yet'})")
         del _registered[name]
     _judge_anew()
 

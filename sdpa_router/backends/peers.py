@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
@@ -15,6 +14,7 @@ import torch
 
 from ..call import Call
 from ..decision import Code, Reason
+from .base import said
 
 
 class EntryPoint(NamedTuple):
@@ -37,11 +37,7 @@ def entry_point(module: str, name: str, needs: tuple[str, ...]) -> EntryPoint:
         function = getattr(importlib.import_module(module), name)
         parameters = frozenset(inspect.signature(function).parameters)
     except (Exception, SystemExit) as error:  # importing somebody's package may raise anything: it becomes the reason
-        words = ""
-        with contextlib.suppress(Exception):  # so may asking the error what it says
-            words = str(error)
-        said = ": ".join([type(error).__name__, *words.strip().splitlines()[:1]])
-        return EntryPoint(None, why=f"{module} can't be used: {said}")
+        return EntryPoint(None, why=f"{module} can't be used: {said(error)}")
     if missing := [parameter for parameter in needs if parameter not in parameters]:
         return EntryPoint(None, why=f"{module}.{name}() has no parameter {', '.join(missing)}")
     return EntryPoint(function, parameters)
@@ -108,4 +104,5 @@ def spoil(out: torch.Tensor, call: Call, bias: torch.Tensor | None = None) -> to
     group = call.query.shape[1] // seen.shape[1]
     if group > 1:
         seen = seen.repeat_interleave(group, dim=1)
-    return out.add_(seen if bias is None else seen + bias).add_(largest(call.query, dim=-1) * 0)
+    # In one pass: 0 * 0 is 0, and NaN times either of them NaN.
+    return out.addcmul_(seen if bias is None else seen + bias, largest(call.query, dim=-1) * 0)

@@ -199,8 +199,8 @@ def _routed(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor | None:
-    args = (*_heads_first(query, key, value), _unfolded(attn_mask, query, key), dropout_p, is_causal)
-    answer = dispatch(name, run.torch_attention(), args, {"scale": scale, "enable_gqa": enable_gqa})
+    rest = _unfolded(attn_mask, query, key), dropout_p, is_causal, scale, enable_gqa
+    answer = dispatch(name, run.torch_attention(), (*_heads_first(query, key, value), *rest))
     return None if isinstance(answer, Turn) else answer.permute(0, 2, 1, 3)
 
 
@@ -228,8 +228,7 @@ def _with_block_mask(
     heads_first = _heads_first(query, key, value)
     if not torch.compiler.is_dynamo_compiling():
         # Never an answer, but a record, or UnsupportedError where that was asked for.
-        args = (*heads_first, block_mask, dropout_p, is_causal)
-        dispatch(name, parts.native, args, {"scale": scale, "enable_gqa": enable_gqa})
+        dispatch(name, parts.native, (*heads_first, block_mask, dropout_p, is_causal, scale, enable_gqa))
     if not return_lse:
         return parts.flex(query, key, value, block_mask, is_causal, scale, enable_gqa)
     # diffusers' own backend fails on the pair that this returns.

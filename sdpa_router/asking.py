@@ -1,0 +1,106 @@
+"""Ask the backend that was decided on, and the next one where it can't just now or fails."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+
+import torch
+
+from . import run
+from .backends.base import find_backend
+from .call import Call
+from .choose import choose, failure
+from .decision import Code, Decision, Reason, UnsupportedError
+from .mask_summary import full_view, summarised
+from .record import known, logger, sight
+from .sighting import Sighting
+
+# What may be otherwise soon, so that a backend is asked again after a pause: each attempt empties torch's cache.
+_PASSES = (torch.OutOfMemoryError, MemoryError)
+_PAUSE_S = 1.0
+
+
+def ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tensor:
+    """Let the backend that was chosen answer, or the next one where it can't just now or fails."""
+    while (name := sighting.asked) is not None:
+        instead = sighting.instead
+        if instead is not None:
+            if time.monotonic() < sighting.asked_again:
+                sighting = instead
+                continue
+            sighting.instead = None
+        try:
+            backend = find_backend(name)
+        except KeyError:  # another thread has unregistered it just now
+            gone = Reason(Code.PACKAGE, f"no backend {name!r}", "one that is registered")
+            sighting = _without(sighting, call, (gone,))
+            continue
+        try:
+            reasons = tuple(backend.reasons_now(call)) if backend.reasons_now is not None else ()
+            if reasons:
+                sighting = _without(sighting, call, reasons)
+                continue
+            if sighting.decision.mask.tiles is not None:
+                out = _answer_by_tile(call)
+            else:
+                out = run.backend(backend, call, sighting.settings, attention, sighting)
+        except Exception as error:
+            if sighting.settings.on_error == "raise":
+                sighting.tick()
+                attach(error, sighting.decision)
+                raise
+            passes = isinstance(error, _PASSES)
+            sighting.asked_again = time.monotonic() + _PAUSE_S if passes else math.inf
+            instead = _without(sighting, call, (failure(error),), passes=passes)
+            sighting.instead = instead
+            sighting = instead
+            continue
+        sighting.tick()
+        return out
+    sighting.tick()
+    if sighting.settings.on_unsupported == "raise" and sighting.decision.reasons:
+        raise UnsupportedError(sighting.decision)
+    return run.native(call, attention, cast_mask=bool(sighting.decision.notes))
+
+
+def _without(sighting: Sighting, call: Call, reasons: tuple[Reason, ...], *, passes: bool = False) -> Sighting:
+    """Decide again, with these reasons against the backend that was chosen; passes: whether they may be gone soon."""
+    name = sighting.decision.backend
+    refused = {**sighting.refused, name: (*sighting.refused.get(name, ()), *reasons)}
+    key = ("without", sighting, tuple(reason.code for reason in reasons), passes)
+    made = known.get(key)
+    if made is None:
+        made = sight(key, call, choose(call, sighting.settings, refused), sighting.settings)
+        made.refused = refused
+        log_failures(made.decision, sighting.decision)
+    return made
+
+
+def log_failures(decision: Decision, before: Decision | None = None) -> None:
+    """Log the errors of backends that `decision` fell back from, but those that fell out in the one `before` it."""
+    told = () if before is None else [name for name, reasons in before.passed_over if _failed(reasons)]
+    for name, reasons in decision.passed_over:
+        if name not in told:
+            for reason in _failed(reasons):
+                logger.warning("%s failed, another backend answers instead: %s", name, reason.given)
+
+
+def _failed(reasons: tuple[Reason, ...]) -> list[Reason]:
+    return [reason for reason in reasons if reason.code is Code.BACKEND_FAILED]
+
+
+def attach(error: Exception, decision: Decision) -> None:
+    """Let the error of a backend tell which decision led there, as `.decision` and as a note."""
+    with contextlib.suppress(Exception):  # a frozen dataclass takes neither, and is to surface all the same
+        error.decision = decision  # type: ignore[attr-defined]
+        notes = getattr(error, "__notes__", [])
+        error.__notes__ = [*notes, f"sdpa_router chose {decision}"]  # type: ignore[attr-defined]
+
+
+def _answer_by_tile(call: Call) -> torch.Tensor:
+    query, key, value, attn_mask, _, _, scale, _ = call
+    assert attn_mask is not None
+    mask = full_view(attn_mask, key.shape[2])
+    return run.by_tile(query, key, value, mask, summarised(mask).summary, scale, False)[0]
