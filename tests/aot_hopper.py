@@ -124,7 +124,7 @@ def main() -> None:
     for head_dim, dtype, flags in VARIANTS:
         config = hopper_config(head_dim, dtype == "fp8e4nv")
         if "TURNS" in flags:
-            config = config._replace(turns=2)
+            config = config._replace(turns=1)
         types, constants = variant(head_dim, dtype, flags, config)
         name = " ".join((f"D{head_dim}", dtype, *flags))
         print(json.dumps({"variant": name} | facts(build(types, constants), constants["T"].CONSUMERS)), flush=True)

@@ -15,7 +15,7 @@ class Config(NamedTuple):
     gluon: the kernel of hopper.py, with four key scales a step, and a warpgroup for every 64 query rows.
     as_float: 1 where it saves the conversion of scores (see hopper_ring.Traits).
     polynomial: 2 or 4 where one exponential in so many is a polynomial; 0: none.
-    turns: 1 where its warpgroups start their matrix products in turns; 2 where each also awaits the other's scores.
+    turns: 1 where its warpgroups start their matrix products in turns.
     """
 
     block_m: int

@@ -67,7 +67,7 @@ def _attention(
     q_s = _buffer(q_desc, T.CONSUMERS)
     q_full, full, empty = _barriers(T.STAGES, T.CONSUMERS)
     turn = full
-    if T.TURNS > 0:
+    if T.TURNS:
         turn = _turns(T.CONSUMERS)
     k_s = _buffer(k_desc, T.STAGES)
     v_s = _buffer(v_desc, T.STAGES)
@@ -134,7 +134,7 @@ def traits(
         AS_FLOAT=config.as_float > 0 and not (high or has_bias),
         HAS_BIAS=has_bias, HAS_LSE=has_lse, CAUSAL=causal, TAIL=tail, HIGH=high, FP8=fp8,
         # It ends at 2^-126 and loses NaN: that of a key shows in those that share its scale.
-        POLYNOMIAL=0 if has_bias or high else config.polynomial, TURNS=config.turns if config.block_m > _ROWS else 0,
+        POLYNOMIAL=0 if has_bias or high else config.polynomial, TURNS=config.turns > 0 and config.block_m > _ROWS,
     )  # fmt: skip
 
 

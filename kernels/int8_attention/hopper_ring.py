@@ -19,8 +19,8 @@ class Traits(NamedTuple):
     COLUMNS + REST.  STAGES: slots of the ring.  CONSUMERS: warpgroups.
     Q_REGISTERS: whether the query is held there.  AS_FLOAT: whether bounded scores are made floats of by what their
     product starts from.  HIGH: a scale for each key.  FP8: P @ V in e4m3.  POLYNOMIAL: as in Config, of bounded scores.
-    TURNS: as in Config: the softmax of each warpgroup runs under the products of the others; left alone all wait for
-    their scores together, and then do exponentials together.
+    TURNS: whether warpgroups start their products one after the other, so that the softmax of each runs under the
+    products of the others; left alone all wait for their scores together, and then do exponentials together.
     """
 
     BM: int
@@ -40,7 +40,7 @@ class Traits(NamedTuple):
     HIGH: bool
     FP8: bool
     POLYNOMIAL: int = 0
-    TURNS: int = 0
+    TURNS: bool = False
 
 
 @gluon.jit

@@ -24,15 +24,13 @@ def _step(
     SPLIT: gl.constexpr = T.REST > 0
     BY_NEED: gl.constexpr = T.FP8 and not ONLINE
     mbarrier.wait(full.index(slot), phase)
-    if T.TURNS > 0:
+    if T.TURNS:
         mbarrier.wait(turn.index(GROUP), (j & 1) if GROUP == 0 else (j & 1) ^ 1)  # the first turn is free
     s = _started(q, k_s.index(slot), T, ONLINE)
     acc, rest = _added(acc, rest, packed, decay, v_s.index(slot), rest_s.index(slot), T, P, ONLINE)
-    if T.TURNS == 1:
+    if T.TURNS:
         mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
     s = warpgroup_mma_wait(1 + SPLIT, deps=[s])
-    if T.TURNS == 2:
-        mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
     col = (tiles - 1 - j) * T.BN
     # Where BN is a program's query rows, the diagonal crosses the first tile only; _attend has done that one.
     if T.CAUSAL and T.CONSUMERS * T.BM != T.BN:
