@@ -37,14 +37,14 @@ _HOPPER = {64: Config(64, 128, 4, 2, True), 128: Config(64, 128, 4, 2, True), 25
 # (bench/results/hopper_variants.jsonl).
 HOPPER_GLUON = {
     64: Config(256, 64, 4, 4, True, True),
-    96: Config(128, 128, 4, 3, True, True, as_float=1, turns=1),
+    96: Config(128, 128, 4, 3, True, True, as_float=1),
     128: Config(128, 128, 4, 3, True, True, as_float=1),
     256: Config(128, 64, 4, 3, True, True),
 }
 HOPPER_FP8 = {
     64: Config(256, 64, 4, 6, True, True),
     96: Config(128, 128, 4, 4, True, True),
-    128: Config(128, 128, 4, 4, True, True),
+    128: Config(128, 128, 4, 5, True, True, turns=1),
     256: Config(128, 64, 4, 3, True, True),
 }
 _HOPPER_POINTERS = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 2)}
