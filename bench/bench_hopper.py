@@ -19,10 +19,10 @@ from accuracy import Check, check, choose_sample, reference
 from cases import CASES, MASKS, Problem, draw
 from impls import IMPLS
 from records import RESULTS, Invocation, commit_here
-from timing import QUICK, Run, interleaved
+from timing import Effort, Run, interleaved
 
 from sdpa_router.kernels.int8_attention import hopper
-from sdpa_router.kernels.int8_attention.configs import HOPPER_FP8, HOPPER_GLUON, padded_head_dim
+from sdpa_router.kernels.int8_attention.configs import hopper_config
 from sdpa_router.kernels.int8_attention.quantize import quantize
 from sdpa_router.kernels.int8_attention.quantize_value import quantize_value
 
@@ -55,8 +55,9 @@ def variant_runs(problem: Problem, settings: dict[str, str]) -> dict[str, Run]:
     """The kernel alone, the whole call, and what it quantises, of one variant."""
     fp8, high = settings.pop("pv", "") == "fp8", settings.pop("precision", "") == "high"
     online = settings.pop("online", "0") == "1"
-    config = (HOPPER_FP8 if fp8 else HOPPER_GLUON)[padded_head_dim(problem.case.head_dim)]
-    config = config._replace(**{name: int(number) for name, number in settings.items()})
+    config = hopper_config(problem.case.head_dim, fp8)._replace(
+        **{name: int(number) for name, number in settings.items()}
+    )
     query, key, value = problem.query, problem.key, problem.value
     out = torch.full_like(query, torch.nan)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32) if problem.lse else None
@@ -118,7 +119,9 @@ def compare(options: argparse.Namespace, invocation: Invocation, name: str, mask
         for kind in impl.variants if impl.impl != "int8" else ("call",):
             if impl.reason_against(problem, kind) is None and kind in ("call", "kernel"):
                 admit(impl.name, kind, impl.ready(problem, kind), impl.budget["gaussian"])
-    timings = {} if options.check_only else interleaved(runs, device, QUICK)
+    timings = (
+        {} if options.check_only else interleaved(runs, device, Effort(10.0 * options.repeats, 3, options.repeats))
+    )
     for (who, kind), timing in timings.items():
         if isinstance(timing, Exception):
             print(f"{name} {mask} {who} {kind}: {timing}", flush=True)
@@ -145,6 +148,7 @@ def main() -> int:
     parser.add_argument("--kinds", default="kernel,call,quantize_value")
     parser.add_argument("--impls", default="")
     parser.add_argument("--lse", action="store_true")
+    parser.add_argument("--repeats", type=int, default=15, help="of a row, fewer where one takes over 10 ms")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default=None)

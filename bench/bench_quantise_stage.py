@@ -20,7 +20,7 @@ import torch
 from records import RESULTS, Invocation, commit_here
 
 from sdpa_router.kernels.int8_attention import quantize as stage
-from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, Config, padded_head_dim
+from sdpa_router.kernels.int8_attention.configs import Config, hopper_config, padded_head_dim
 from sdpa_router.kernels.int8_attention.quantize import HOPPER_TILINGS, Tiling, quantize
 
 CALLS, ROUNDS = 5, 7
@@ -119,7 +119,7 @@ def main() -> int:
     query, key = (torch.randn(1, heads, n, head_dim, device="cuda", dtype=torch.bfloat16) for n in (q_len, kv_len))
     fade = torch.linspace(0, -9, kv_len, device="cuda").view(1, 1, 1, -1)
     masks = (("none", None, False), ("fade", fade, False), ("lse", None, True))
-    config = HOPPER_GLUON[padded_head_dim(head_dim)]
+    config = hopper_config(head_dim)
     graphs: dict[tuple[Tiling, str], torch.cuda.CUDAGraph] = {}
     parts: dict[tuple[Tiling, str], dict[str, float]] = {}
     found: dict[tuple[Tiling, str], tuple[float, float]] = {}

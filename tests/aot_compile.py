@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from sdpa_router.kernels.int8_attention import bias as bias_kernels
 from sdpa_router.kernels.int8_attention import forward, quantize, quantize_kernels
-from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, Config, config_for, padded_head_dim
+from sdpa_router.kernels.int8_attention.configs import Config, config_for, hopper_config, padded_head_dim
 from sdpa_router.kernels.int8_attention.limits import LIMITS
 
 TOOLS = os.path.join(os.path.dirname(triton.backends.nvidia.__file__), "bin")
@@ -103,7 +103,7 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
         shared = {"D": head_dim, "DP": padded, "B": min(padded, 128)}
         kinds = {config_for(arch, head_dim): (1,)}
         if arch == 90:
-            kinds[HOPPER_GLUON[padded]] = (4, HOPPER_GLUON[padded].block_n)
+            kinds[hopper_config(head_dim)] = (4, hopper_config(head_dim).block_n)
         for config, scales in kinds.items():
             tiling = quantize.tiling_of(padded, config)
             for per_block, (bias, lse, rotation) in itertools.product(

@@ -15,7 +15,7 @@ import aot_compile
 from aot_compile import HEAD_DIMS, cuda_facts, facts, integers, target_of
 
 from sdpa_router.kernels.int8_attention import fused, fused_kernels, fused_norm, fused_tiles
-from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON, config_for, padded_head_dim
+from sdpa_router.kernels.int8_attention.configs import config_for, hopper_config, padded_head_dim
 
 aot_compile.STRIDES += "s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
 POINTERS = dict.fromkeys("W W2 COS SIN RSTD SHIFT SHIFT16 BIAS SCALE NORMS LSE_TERM SQUARES".split(), "*fp32")
@@ -47,7 +47,7 @@ def variants(arch: int | str) -> Iterator[Variant]:
     for head_dim in HEAD_DIMS:
         padded = padded_head_dim(head_dim)
         shared = {"D": head_dim, "DP": padded, "B": min(padded, 128), "UPCAST": False, "PER_HEAD": False}
-        config = HOPPER_GLUON[padded] if arch == 90 else config_for(arch, head_dim)
+        config = hopper_config(head_dim) if arch == 90 else config_for(arch, head_dim)
         for (mode, flags), is_key in itertools.product(modes(head_dim), (False, True)):
             across = flags["ACROSS"]
             normed = flags["NORM"] and not across

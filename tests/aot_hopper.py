@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sdpa_router.kernels.int8_attention import hopper
-from sdpa_router.kernels.int8_attention.configs import HOPPER_FP8, HOPPER_GLUON, Config, padded_head_dim
+from sdpa_router.kernels.int8_attention.configs import Config, hopper_config
 
 POINTERS = "Q_SCALE K_NORM ANCHOR LSE_TERM V_SCALE LSE".split()
 FLAGS = ("HAS_BIAS", "HAS_LSE", "CAUSAL", "TAIL", "HIGH")
@@ -26,7 +26,8 @@ VARIANTS = (
     (128, "bf16", ("HAS_BIAS", "HAS_LSE")),
     (128, "bf16", ("HIGH",)),
     (128, "fp8e4nv", ("HAS_BIAS", "TAIL")),
-    (128, "fp8e4nv", ("TURNS",)),
+    (128, "fp8e4nv", ()),
+    (96, "fp8e4nv", ("HAS_LSE",)),
     (256, "bf16", ("HAS_BIAS",)),
 )
 
@@ -69,15 +70,38 @@ def loops(sass: str) -> list[list[str]]:
 
 
 def under_product(body: list[str]) -> float:
-    """Part of the exponentials between the wait for the scores and the wait for P @ V; 0 if ptxas serialises them."""
+    """Part of the exponentials between the start of P @ V and the wait for it; 0 if ptxas serialises the products.
+
+    It would wait for each of them.
+    """
+    if 2 * sum("DEPBAR.LE gsb0" in text for text in body) > sum("GMMA" in text for text in body):
+        return 0.0
     inside, under, total = False, 0, 0
     for text in body:
-        if "DEPBAR.LE gsb0" in text:
-            inside = not text.endswith("0x0")
+        if re.match(r"[HQ]GMMA", text):
+            inside = True
+        if "DEPBAR.LE gsb0, 0x0" in text:
+            inside = False
         if "MUFU.EX2" in text:
             total += 1
             under += inside
     return under / total
+
+
+def overwritten(body: list[str]) -> list[str]:
+    """What writes to a register that a product in flight reads its weights from."""
+    weights, found, inside = set(), [], False
+    for text in body:
+        product = re.match(r"[HQ]GMMA\S* R\d+, R(\d+),", text)
+        if product:
+            weights |= {int(product[1]) + i for i in range(4)}
+            inside = True
+        if "DEPBAR.LE gsb0, 0x0" in text:
+            inside = False
+        target = re.match(r"(?:@!?U?P\d+ )?(?!ST|RED|[IHQ]GMMA)[A-Z]\S* (?:P\w+, )?R(\d+),", text)
+        if inside and target and int(target[1]) in weights:
+            found.append(text)
+    return found
 
 
 def facts(compiled, consumers: int) -> dict[str, object]:
@@ -89,6 +113,7 @@ def facts(compiled, consumers: int) -> dict[str, object]:
         "shared": compiled.metadata.shared,
         "instructions": sorted(set(re.findall(r"\b(IGMMA|HGMMA|QGMMA|UTMALDG|USETMAXREG)\b", sass))),
         "under_product": min(under_product(body) for body in bodies[:consumers]),
+        "overwritten": [text for body in bodies[: 2 * consumers] for text in overwritten(body)],
         "spills_in_loop": sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in bodies[consumers - 1]),
         "bounded": len(bodies[0]),
         "online": len(bodies[consumers]),
@@ -97,8 +122,7 @@ def facts(compiled, consumers: int) -> dict[str, object]:
 
 def main() -> None:
     for head_dim, dtype, flags in VARIANTS:
-        table = HOPPER_FP8 if dtype == "fp8e4nv" else HOPPER_GLUON
-        config = table[padded_head_dim(head_dim)]._replace(turns=int("TURNS" in flags))
+        config = hopper_config(head_dim, dtype == "fp8e4nv")
         types, constants = variant(head_dim, dtype, flags, config)
         name = " ".join((f"D{head_dim}", dtype, *flags))
         print(json.dumps({"variant": name} | facts(build(types, constants), constants["T"].CONSUMERS)), flush=True)

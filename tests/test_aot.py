@@ -44,7 +44,8 @@ def test_every_kernel_takes_strides_of_1_and_past_32_bits():
 
 # Instructions a key tile of the bounded and of the online loop: what Triton 3.6 and 3.9 give, + 5 %.
 ISSUE_SLOTS = {
-    "D64": (510, 665), "D96": (507, 627), "D128 bf16": (510, 727), "D128 fp8e4nv": (645, 664), "D256": (274, 492),
+    "D64": (510, 665), "D96 fp8e4nv": (616, 690), "D96": (520, 637), "D128 bf16": (514, 727),
+    "D128 fp8e4nv": (701, 767), "D256": (271, 487),
 }  # fmt: skip
 
 
@@ -62,5 +63,6 @@ def test_the_hopper_kernel_keeps_its_schedule():
         assert row["spills_in_loop"] <= 12 * newer, row
         assert row["shared"] <= 232_448, row
         assert row["under_product"] >= 0.9, row
+        assert row["overwritten"] == [], row
         assert row["bounded"] <= bounded, row
         assert row["online"] <= online, row

@@ -13,7 +13,7 @@ class Config(NamedTuple):
     """Query rows of a program, keys of a step.
 
     gluon: the kernel of hopper.py, with four key scales a step, and a warpgroup for every 64 query rows.
-    as_float: whether it saves the conversion of scores (see hopper_ring.Traits): 1 but for 96 columns, 2 for them too.
+    as_float: 1 where it saves the conversion of scores (see hopper_ring.Traits).
     polynomial: 2 or 4 where one exponential in so many is a polynomial; 0: none.
     turns: 1 where its warpgroups start their matrix products in turns.
     """
@@ -33,15 +33,18 @@ class Config(NamedTuple):
 _AMPERE = {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(32, 32, 8, 2)}
 # sm_90 with TMA: the best of bench/bench_configs.py on an H200 (bench/results/configs.jsonl).
 _HOPPER = {64: Config(64, 128, 4, 2, True), 128: Config(64, 128, 4, 2, True), 256: Config(128, 64, 8, 3, True)}
-# The kernel of hopper.py, of its variants the fastest on an H200 (bench/results/hopper_variants.jsonl).
+# The kernel of hopper.py, by value_columns(): of its variants the fastest on an H200
+# (bench/results/hopper_variants.jsonl).
 HOPPER_GLUON = {
     64: Config(256, 64, 4, 4, True, True),
+    96: Config(128, 128, 4, 3, True, True, as_float=1),
     128: Config(128, 128, 4, 3, True, True, as_float=1),
     256: Config(128, 64, 4, 3, True, True),
 }
 HOPPER_FP8 = {
     64: Config(256, 64, 4, 6, True, True),
-    128: Config(128, 128, 4, 4, True, True),
+    96: Config(128, 128, 4, 4, True, True),
+    128: Config(128, 128, 4, 5, True, True, turns=1),
     256: Config(128, 64, 4, 3, True, True),
 }
 _HOPPER_POINTERS = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 2)}
@@ -54,6 +57,16 @@ _INTERPRETER = {64: Config(64, 64, 4, 1), 128: Config(64, 64, 4, 1), 256: Config
 def padded_head_dim(head_dim: int) -> int:
     """The power of two that a head_dim is padded to inside the kernels; an int8 matrix product needs 32."""
     return max(32, 1 << (head_dim - 1).bit_length())
+
+
+def value_columns(head_dim: int) -> int:
+    """Columns of P @ V in the kernel of hopper.py: 96 for a head_dim of 65 to 96, else padded to a power of two."""
+    return 96 if 64 < head_dim <= 96 else padded_head_dim(head_dim)
+
+
+def hopper_config(head_dim: int, fp8: bool = False) -> Config:
+    """The configuration of the kernel of hopper.py for a head_dim over 32; fp8: whether P @ V is in e4m3."""
+    return (HOPPER_FP8 if fp8 else HOPPER_GLUON)[value_columns(head_dim)]
 
 
 def config_for(
@@ -81,7 +94,7 @@ def config_for(
 def config_of(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precision: str = "auto") -> Config:
     """The configuration for a call on these tensors."""
     if why_portable(query, value, pv, precision) is None:
-        return (HOPPER_FP8 if pv == "fp8" else HOPPER_GLUON)[padded_head_dim(query.shape[3])]
+        return hopper_config(query.shape[3], pv == "fp8")
     # The e4m3 copy of the value is made so that it can be described.
     held = _descriptors() if pv == "fp8" else describable(value)
     return config_for(arch_of(query.device), query.shape[3], held, per_key=precision == "high", fp8=pv == "fp8")
@@ -97,7 +110,7 @@ def why_portable(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", pre
     arch = arch_of(query.device)
     if arch != 90:
         return f"the Hopper kernel needs sm_90, and this is {f'sm_{arch}' if isinstance(arch, int) else arch}"
-    if padded_head_dim(query.shape[3]) not in HOPPER_GLUON:
+    if value_columns(query.shape[3]) not in HOPPER_GLUON:
         return f"head_dim {query.shape[3]} is not over 32"
     if pv != "fp8" and not describable(value):
         return "TMA takes values whose base and strides are whole 16 bytes, and no stride of 0"

@@ -15,24 +15,12 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bias import row_strides
-from .configs import Config, padded_head_dim
-from .hopper_parts import (
-    _accumulator,
-    _bound,
-    _by_group,
-    _decayed,
-    _lowered,
-    _packed,
-    _product,
-    _softmax,
-    _started,
-    _write_parts,
-)
-from .hopper_ring import Traits, _barriers, _buffer, _producer, _turns, first_columns
+from .configs import Config, padded_head_dim, value_columns
+from .hopper_ring import Traits, _barriers, _buffer, _producer, _turns
+from .hopper_steps import _consumer
 from .launch import launch
 from .quantize import Quantized
 from .quantize_value import QuantizedValue
@@ -41,132 +29,6 @@ from .quantize_value import QuantizedValue
 BOUND = {torch.bfloat16: 60.0, torch.float16: 12.0, torch.float8_e4m3fn: 60.0}
 _SCALES = 32  # floats that one TMA load of key scales brings (its unit is 128 bytes); the first 4 are the tile's
 _ROWS = 64  # query rows of a warpgroup
-
-
-@gluon.jit
-def _step(
-    j, slot, phase, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
-    T: gl.constexpr, P: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Scores of tile j, then P @ V of tile j - 1 with the softmax of tile j under it."""
-    k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
-    SPLIT: gl.constexpr = T.REST > 0
-    mbarrier.wait(full.index(slot), phase)
-    if T.TURNS:
-        mbarrier.wait(turn.index(GROUP), (j & 1) if GROUP == 0 else (j & 1) ^ 1)  # the first turn is free
-    s = _started(q, k_s.index(slot), T, ONLINE)
-    acc = _product(packed, v_s.index(slot), acc, P, T.BM, T.BN)
-    if SPLIT:
-        rest = _product(packed, rest_s.index(slot), rest, P, T.BM, T.BN)
-    if T.TURNS:
-        mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
-    s = warpgroup_mma_wait(1 + SPLIT, deps=[s])
-    col = (tiles - 1 - j) * T.BN
-    # Where BN is a program's query rows, the diagonal crosses the first tile only; _attend has done that one.
-    if T.CAUSAL and T.CONSUMERS * T.BM != T.BN:
-        if j < masked:
-            p, part, top, decay = _softmax(
-                s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top, T, True, ONLINE
-            )
-        else:
-            p, part, top, decay = _softmax(
-                s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top, T, False, ONLINE
-            )
-    else:
-        p, part, top, decay = _softmax(
-            s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top, T, False, ONLINE
-        )
-    E: gl.constexpr = p.type.layout
-    if M < 0:
-        # Never taken, but ptxas can't know: it would hoist the wait for P @ V above the exponentials.
-        gl.store(SINK + gl.arange(0, T.BM, layout=gl.SliceLayout(1, part.type.layout)), gl.max(part, 1))
-    if T.FP8 and not ONLINE:
-        p, part, top, decay = _lowered(p, part, top, False)
-    # The weights pass through the wait, so that their packing can't overwrite the operand of the product in flight.
-    if SPLIT:
-        acc, rest, p = warpgroup_mma_wait(0, deps=[acc, rest, p])
-    else:
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    mbarrier.arrive(empty.index(slot), count=1)
-    if ONLINE or T.FP8:
-        total *= _by_group(decay, E)
-        acc = _decayed(acc, decay, T)
-        if SPLIT:
-            rest = _decayed(rest, decay, T)
-    return acc, rest, _packed(p, v_s.dtype, P, T), total + part, top
-
-
-@gluon.jit
-def _attend(
-    q, q_scale, rows, SINK, M, N, tiles, masked, ring, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr
-):
-    """Walk the ring: P @ V [BM, COLUMNS] and [BM, REST] before division, row sums and tops [BM] of one warpgroup."""
-    k_s, v_s, rest_s, scale_s, bias_s, full, empty, _turn = ring
-    BITS: gl.constexpr = v_s.dtype.primitive_bitwidth
-    ACC: gl.constexpr = _accumulator(T.COLUMNS, BITS)
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=32 // BITS)
-    S: gl.constexpr = _accumulator(T.BN, 8)
-    top = gl.full([T.BM], -1.0e30 if ONLINE else 0.0, gl.float32, layout=gl.SliceLayout(1, S))
-    acc = gl.full([T.BM, T.COLUMNS], 0.0, gl.float32, layout=ACC)
-    rest = 0
-    if T.REST > 0:
-        rest = gl.full([T.BM, T.REST], 0.0, gl.float32, layout=_accumulator(T.REST, BITS))
-    mbarrier.wait(full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=[_started(q, k_s.index(0), T, ONLINE)])
-    p, total, top, _decay = _softmax(
-        s, q_scale, scale_s.index(0), bias_s.index(0), rows, (tiles - 1) * T.BN, N, top, T, T.CAUSAL or T.TAIL, ONLINE
-    )
-    if T.FP8 and not ONLINE:
-        p, total, top, _decay = _lowered(p, total, top, True)
-    mbarrier.arrive(empty.index(0), count=1)
-    packed = _packed(p, v_s.dtype, P, T)
-    slot = 1
-    phase = 0
-    for j in range(1, tiles):
-        acc, rest, packed, total, top = _step(
-            j, slot, phase, acc, rest, packed, total, top, q, q_scale, rows, SINK, M, N, tiles, masked, ring,
-            T, P, ONLINE, GROUP,
-        )  # fmt: skip
-        slot += 1
-        if slot == T.STAGES:
-            slot = 0
-            phase ^= 1
-    mbarrier.wait(full.index(slot), phase)
-    acc = _product(packed, v_s.index(slot), acc, P, T.BM, T.BN)
-    if T.REST > 0:
-        rest = _product(packed, rest_s.index(slot), rest, P, T.BM, T.BN)
-        acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
-    else:
-        acc = warpgroup_mma_wait(0, deps=[acc])
-    return acc, rest, gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S)), top
-
-
-@gluon.jit
-def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
-    """One warpgroup: BM query rows of one head."""
-    Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, q_s, q_full, ring = work[:10]
-    block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit = work[10:]
-    S: gl.constexpr = _accumulator(T.BN, 8)
-    rows = (block * T.CONSUMERS + GROUP) * T.BM + gl.arange(0, T.BM, layout=gl.SliceLayout(1, S))
-    q_scale = gl.load(Q_SCALE + first + rows, mask=rows < M, other=0.0)
-    anchor = 0.0
-    keep = 1.0
-    if T.HAS_BIAS:
-        anchor = gl.load(ANCHOR)
-        keep = gl.load(ANCHOR + 1)
-        q_scale *= keep
-    mbarrier.wait(q_full.index(GROUP), 0)
-    q8 = q_s.index(GROUP).reshape([T.BM, T.D])
-    q = q8
-    if T.Q_REGISTERS:
-        q = q8.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=4))
-    bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, M, k_tiles, T.BM, T.D)
-    if bound <= limit:
-        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, False, GROUP)
-        _write_parts(acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, T)
-    else:
-        acc, rest, total, top = _attend(q, q_scale, rows, LSE, M, N, tiles, masked, ring, T, True, GROUP)
-        _write_parts(acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, T)
 
 
 # Lengths and head counts are not specialised: no compilation for a length of 1 or of 16 * n.
@@ -253,16 +115,23 @@ def _describe(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
 
 
+def parts(head_dim: int) -> tuple[int, int]:
+    """Columns of the first part of P @ V, a power of two, and of the second: none but for 96 = 64 + 32."""
+    columns = value_columns(head_dim)
+    return (64, 32) if columns == 96 else (columns, 0)
+
+
 def traits(
     config: Config, head_dim: int, *, fp8: bool, high: bool, has_bias: bool, has_lse: bool, causal: bool, tail: bool
 ) -> Traits:
     """What the kernel is compiled for."""
-    padded, columns = padded_head_dim(head_dim), first_columns(head_dim)
+    padded = padded_head_dim(head_dim)
+    columns, rest = parts(head_dim)
     return Traits(
-        BM=_ROWS, BN=config.block_n, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=32 * (head_dim > columns),
+        BM=_ROWS, BN=config.block_n, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=rest,
         STAGES=config.num_stages, CONSUMERS=config.block_m // _ROWS,
         Q_REGISTERS=padded <= 128 and config.block_m * min(config.block_n, 96) < 256 * _ROWS,
-        AS_FLOAT=config.as_float > (head_dim > columns) and not (high or has_bias or fp8),
+        AS_FLOAT=config.as_float > 0 and not (high or has_bias),
         HAS_BIAS=has_bias, HAS_LSE=has_lse, CAUSAL=causal, TAIL=tail, HIGH=high, FP8=fp8,
         # It ends at 2^-126 and loses NaN: that of a key shows in those that share its scale.
         POLYNOMIAL=0 if has_bias or high else config.polynomial, TURNS=config.turns > 0 and config.block_m > _ROWS,
@@ -271,8 +140,9 @@ def traits(
 
 def blocks(config: Config, head_dim: int, fp8: bool, high: bool) -> dict[str, list[int]]:
     """Shapes of the blocks that TMA loads, by descriptor."""
-    padded, keys, columns = padded_head_dim(head_dim), config.block_n, first_columns(head_dim)
-    rest = 32 if columns < head_dim else columns
+    padded, keys = padded_head_dim(head_dim), config.block_n
+    columns, rest = parts(head_dim)
+    rest = rest or columns
     return {
         "q_desc": [1, _ROWS, padded],
         "k_desc": [1, keys, padded],

@@ -1,4 +1,4 @@
-"""Parts of the Hopper kernel: what a consumer warpgroup does with one tile of keys, and with its rows at the end."""
+"""Parts of the Hopper kernel: what a consumer warpgroup does with one tile of keys."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 # Added to an integer of up to 2^22, the bits of this float make a float of it, by as much too large: no conversion.
 _AS_FLOAT = gl.constexpr(12582912.0)
 _AS_FLOAT_BITS = gl.constexpr(0x4B400000)
-_E4M3_MAX = gl.constexpr(448.0)
-_E4M3_SUM = gl.constexpr(7)
 _E4M3_TOP = gl.constexpr(8.0)  # the largest weight of a row (log2) where the maximum is kept
 
 
@@ -101,7 +99,8 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
         )
         if T.AS_FLOAT and not ONLINE:
             # In one operation, which rounds to 2^-8 (log2) or finer where scores are bounded.
-            x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E) - _by_row(scale * _AS_FLOAT, E)
+            less = scale * _AS_FLOAT + top if T.FP8 else scale * _AS_FLOAT
+            x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E) - _by_row(less, E)
         else:
             x = s4.to(gl.float32) * _by_row(scale, E)
     if T.HAS_BIAS:
@@ -125,7 +124,7 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
         new_top = gl.maximum(top, gl.ceil(peak - _E4M3_TOP) if T.FP8 else peak)
         decay = gl.exp2(top - new_top)
         top = new_top
-    if ONLINE or T.FP8:
+    if ONLINE or (T.FP8 and not T.AS_FLOAT):
         x -= _by_row(top, E)
     if T.POLYNOMIAL > 0 and not ONLINE and not MASKED:
         p = _exp2(x, T)
@@ -135,76 +134,38 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
 
 
 @gluon.jit
-def _lowered(p, part, top, FIRST: gl.constexpr):
-    """Weights and sums of a tile brought into the range of e4m3 where a thread's sum left it; the new top, the factor.
-
-    The factor is a power of two.  FIRST: whatever the sum is, but by at least 2^-60, so that no weight of a later tile
-    overflows a float32.
-    """
-    E: gl.constexpr = p.type.layout
-    peak = gl.convert_layout(gl.max(part, 1), top.type.layout)
-    lower = (peak.to(gl.int32, bitcast=True) >> 23) - (126 + _E4M3_SUM)  # of the exponent
-    lower = gl.maximum(lower, -60) if FIRST else gl.where(peak > _E4M3_MAX, lower, 0)
-    decay = ((127 - lower) << 23).to(gl.float32, bitcast=True)
-    _same, factor = gl.broadcast(p, _by_row(decay, E))
-    return _times(p, factor, 32), part * _by_group(decay, E), top + lower.to(gl.float32), decay
+def _quadruples(p, T: gl.constexpr):
+    """The weights that a word of four e4m3 ones is made of, four times [BM, BN / 16, 4]."""
+    low, high = gl.split(p.reshape([T.BM, T.BN // 16, 2, 4, 2]))
+    k0, k2 = gl.split(low.permute((0, 1, 3, 2)))
+    k1, k3 = gl.split(high.permute((0, 1, 3, 2)))
+    return k0, k1, k2, k3
 
 
-@gluon.constexpr_function
-def _multiply(count):
-    """PTX and constraints: `count` registers times as many factors, all skipped by a warp whose factors are 1.
+@gluon.jit
+def _rounded(k0, k1, k2, k3):
+    """Four weights in e4m3, two and two in the lower half of a word."""
+    PTX: gl.constexpr = "{ .reg .b16 a, z; mov.b16 z, 0; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; mov.b32 $0, {a, z}; }"
+    low = gl.inline_asm_elementwise(PTX, "=r,f,f", [k0, k1], dtype=gl.int32, is_pure=True, pack=1)
+    high = gl.inline_asm_elementwise(PTX, "=r,f,f", [k2, k3], dtype=gl.int32, is_pure=True, pack=1)
+    return low, high
 
-    A thread holds two rows, and so two factors: those of registers 0 and 2 (or 1, where registers are that few).
-    """
-    second = 2 * count + min(2, count - 1)
-    moves = " ".join(f"mov.b32 ${i}, ${count + i};" for i in range(count))
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
-    text = (
-        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${second}, 0f3F800000, p; "
-        f"vote.sync.any.pred q, p, 0xffffffff; {moves} @!q bra L; {products} L: }}"
+
+@gluon.jit
+def _words(low, high):
+    """Both halves in one word."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1
     )
-    return text, ",".join(["=&f"] * count + ["f"] * 2 * count)
-
-
-@gluon.jit
-def _times(x, factor, COUNT: gl.constexpr):
-    """x * factor, of one shape and layout; COUNT: registers that a thread holds of x, or a part of them."""
-    PTX: gl.constexpr = _multiply(COUNT)
-    return gl.inline_asm_elementwise(PTX[0], PTX[1], [x, factor], dtype=gl.float32, is_pure=True, pack=COUNT)
-
-
-@gluon.jit
-def _decayed(acc, decay, T: gl.constexpr):
-    """acc [BM, DV] times decay [BM]; in e4m3 that is 1 nearly always."""
-    DV: gl.constexpr = acc.type.shape[1]
-    factor = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout)), 1)
-    if T.FP8:
-        _same, factor = gl.broadcast(acc, factor)
-        acc = _times(acc, factor, min(64, T.BM * DV // 128))
-    else:
-        acc *= factor
-    return acc
-
-
-@gluon.jit
-def _by_group(x, E: gl.constexpr):
-    """[BM] -> [BM, 1] in the layout of sums by thread [BM, 4]."""
-    G: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, E))
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, G)), 1)
 
 
 @gluon.jit
 def _packed(p, dtype: gl.constexpr, P: gl.constexpr, T: gl.constexpr):
     """Weights as operand of P @ V; e4m3 ones as words [BM, BN / 16, 4]: Triton carries bytes in a register each."""
     if dtype == gl.float8e4nv:
-        low, high = gl.split(p.reshape([T.BM, T.BN // 16, 2, 4, 2]))
-        k0, k2 = gl.split(low.permute((0, 1, 3, 2)))
-        k1, k3 = gl.split(high.permute((0, 1, 3, 2)))
-        packed = gl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
-            "mov.b32 $0, {a, b}; }",
-            "=r,f,f,f,f", [k0, k1, k2, k3], dtype=gl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+        k0, k1, k2, k3 = _quadruples(p, T)
+        low, high = _rounded(k0, k1, k2, k3)
+        packed = _words(low, high)
     else:
         packed = gl.convert_layout(gl.convert_layout(p.reshape([T.BM, T.BN]), _accumulator(T.BN, 8)).to(dtype), P)
     return packed
@@ -229,63 +190,3 @@ def _product(packed, v, acc, P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr
     else:
         acc = warpgroup_mma(packed, v.reshape([BN, DV]), acc, is_async=True)
     return acc
-
-
-@gluon.jit
-def _write(
-    acc, total, top, rows, out, lse, term, anchor, keep, M, s_om, s_lm,
-    ACC: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
-    """Divide by the row sums and store; out, lse and term point at this head's first row."""
-    shifted = 0.0
-    if HAS_LSE:
-        shifted = gl.load(term + rows, mask=rows < M, other=0.0)  # on its way while the rows are stored
-    empty = total == 0  # not "total > 0": NaN must stay NaN
-    inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
-    o = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, ACC)), 1)
-    m = gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, ACC)), 1)
-    d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, ACC)), 0)
-    gl.store(out + m.to(gl.int64) * s_om + d, o.to(out.dtype.element_ty), mask=(m < M) & (d < HEAD_DIM))
-    if HAS_LSE:
-        value = (top + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453
-        value += shifted * keep + anchor
-        gl.store(lse + rows.to(gl.int64) * s_lm, gl.where(empty, float("-inf"), value), mask=rows < M)
-
-
-@gluon.jit
-def _times_channels(acc, scale):
-    """acc [BM, DV] times float32 [DV]."""
-    L: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-    return acc * gl.expand_dims(gl.load(scale + gl.arange(0, acc.type.shape[1], layout=L)), 0)
-
-
-@gluon.jit
-def _write_parts(acc, rest, total, top, rows, out, lse, v_scale, term, anchor, keep, M, s_om, s_lm, T: gl.constexpr):
-    """_write() of P @ V in one or two parts, times the scales of an e4m3 value."""
-    ACC: gl.constexpr = acc.type.layout
-    if T.FP8:
-        acc = _times_channels(acc, v_scale)
-    _write(acc, total, top, rows, out, lse, term, anchor, keep, M, s_om, s_lm, ACC, T.COLUMNS, T.HEAD_DIM, T.HAS_LSE)
-    if T.REST > 0:
-        REST: gl.constexpr = rest.type.layout
-        if T.FP8:
-            rest = _times_channels(rest, v_scale + T.COLUMNS)
-        left: gl.constexpr = T.HEAD_DIM - T.COLUMNS
-        _write(
-            rest, total, top, rows, out + T.COLUMNS, lse, term, anchor, keep, M, s_om, s_lm, REST, T.REST, left, False
-        )
-
-
-@gluon.jit
-def _bound(q, q_scale, rows, K_NORM, M, k_tiles, BM: gl.constexpr, D: gl.constexpr):
-    """Largest |score| (log2) that this warpgroup's rows can have: |q| times the largest |k| of the head."""
-    L: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (D // 16), D // 16], [4, 1], [1, 0])
-    x = q.load(L).to(gl.float32)
-    r = gl.convert_layout(rows, gl.SliceLayout(1, L))
-    norm = gl.sqrt(gl.sum(x * x, 1)) * gl.load(q_scale + r, mask=r < M, other=0.0)
-    T: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    t = gl.arange(0, 512, layout=T)
-    largest = gl.zeros([512], gl.float32, layout=T)
-    for start in range(0, k_tiles, 512):
-        largest = gl.maximum(largest, gl.load(K_NORM + start + t, mask=start + t < k_tiles, other=0.0))
-    return gl.max(norm, 0) * gl.max(largest, 0)

@@ -10,8 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 # Triton 3.9 has only the new name.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-# e4m3 ends at 448 = 2^8.8. Where no row maximum is kept, what a thread sums up of a row and tile stays below that, and
-# is brought under 2^7 where it does not, so that a weight is normal from 2^-12 of the largest on, and 0 under 2^-16.
 
 
 class Traits(NamedTuple):
@@ -43,11 +41,6 @@ class Traits(NamedTuple):
     FP8: bool
     POLYNOMIAL: int = 0
     TURNS: bool = False
-
-
-def first_columns(head_dim: int) -> int:
-    """Columns of the first part of P @ V: all of them padded to a power of two, or 64 of 96."""
-    return 64 if 64 < head_dim <= 96 else max(32, 1 << (head_dim - 1).bit_length())
 
 
 @gluon.jit

@@ -141,6 +141,6 @@ def crossover(device: torch.device, head_dim: int) -> Crossover:
 
 
 def _hopper_kernel(head_dim: int) -> bool:
-    from .configs import HOPPER_GLUON, hopper_unavailable, padded_head_dim
+    from .configs import HOPPER_GLUON, hopper_unavailable, value_columns
 
-    return padded_head_dim(head_dim) in HOPPER_GLUON and hopper_unavailable() is None
+    return value_columns(head_dim) in HOPPER_GLUON and hopper_unavailable() is None

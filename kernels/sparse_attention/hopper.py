@@ -17,8 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..int8_attention.bias import row_strides
 from ..int8_attention.configs import Config, padded_head_dim
 from ..int8_attention.hopper import BOUND, _describe
-from ..int8_attention.hopper_parts import _AS_FLOAT_BITS, _accumulator, _bound, _scores, _write
+from ..int8_attention.hopper_parts import _AS_FLOAT_BITS, _accumulator, _scores
 from ..int8_attention.hopper_ring import _barriers
+from ..int8_attention.hopper_rows import _bound, _write
 from ..int8_attention.launch import launch
 from ..int8_attention.quantize import Quantized
 from .configs import BROUGHT_MASKS, WORDS
@@ -104,6 +105,7 @@ def _attend(
     p, total, top, _decay = _softmax(
         s, q_scale, scale_s.index(slot), bias_s.index(slot), entry, mask, N, total, top, T, True, ONLINE
     )
+    p = warpgroup_mma_wait(0, deps=[p])  # as in int8_attention/hopper_steps.py
     _release(empty, slot, shared > 0)
     weights = gl.convert_layout(p.to(v_s.dtype), P)
     position = _slot_of(GROUP, 1, shared, both)
