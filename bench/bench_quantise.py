@@ -102,9 +102,7 @@ TILES: dict[str, dict[str, Any]] = {
     "default": {},
     "float32": {"_QUERIES_FP16": None, "_KEYS_FP16": None},
     "keys not ahead": {"_KEYS_FP16": Tile(128, 1, 8, 128, beside=2)},
-    "keys by cp.async": {"_KEYS_FP16": Tile(128, 1, 8, 128, beside=2, num_stages=3)},
     "queries not ahead": {"_QUERIES_FP16": Tile(8, 8, 4, 128, beside=4)},
-    "queries by cp.async": {"_QUERIES_FP16": Tile(8, 8, 4, 128, beside=3, num_stages=3)},
     "start 0": {"_START": 0},
     "start 8": {"_START": 8},
 }

@@ -71,7 +71,7 @@ def key_tile(padded: int, config: Config, *, normed: bool = False) -> Tile:
         max_registers=tile.max_registers if config.gluon and padded == 128 else None,
         held=tile.held or not config.gluon,
         ahead=tile.ahead and config.gluon and padded == 128,
-        num_stages=tile.num_stages if config.gluon else min(2, config.num_stages),
+        num_stages=1 if config.gluon else min(2, config.num_stages),
     )
 
 
