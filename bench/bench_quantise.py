@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_quantise_stage import kernel_times
 from records import RESULTS, Invocation, commit_here, table
 from timing import Effort, Run, captured, interleaved
 
@@ -75,9 +76,9 @@ class Case:
         return {"16bit": (6 if self.rope else 2) * self.elements + self._sample(512), "int8": self.elements}
 
     def bytes_fused(self) -> dict[str, int]:
-        """One read of 16 bits, of keys a second one under a norm across heads; 128 keys a head are sampled."""
+        """One read of 16 bits, of keys a second one under a norm across heads; 64 keys a head are sampled."""
         again = 2 * self.keys if self.across else 0
-        return {"16bit": 2 * self.elements + again + self._sample(128 if self.rope else 512), "int8": self.elements}
+        return {"16bit": 2 * self.elements + again + self._sample(64 if self.rope else 512), "int8": self.elements}
 
     def _sample(self, keys: int) -> int:
         return 2 * self.batch * self.heads * min(keys, self.kv_len) * self.head_dim
@@ -99,15 +100,11 @@ CASES = {
 # Launches of the fused kernels to be measured beside the one that is used: changes of the tables in fused_tiles.py.
 TILES: dict[str, dict[str, Any]] = {
     "default": {},
-    "queries held": {"_QUERIES": Tile(8, 8, 16, 4, 168, True, False, 3)},
-    "queries held, ahead": {"_QUERIES": Tile(8, 8, 16, 4, None, True, True, 2)},
-    "queries afresh": {"_QUERIES": Tile(8, 8, 16, 4, 128, False, False, 4)},
-    "queries afresh, ahead": {"_QUERIES": Tile(8, 8, 16, 4, 168, False, True, 3)},
-    "keys held": {"_KEYS": Tile(128, 1, 16, 8)},
-    "keys held, ahead": {"_KEYS": Tile(128, 1, 16, 8, ahead=True)},
-    "keys held, ahead, 4 heads": {"_KEYS": Tile(128, 1, 4, 8, ahead=True)},
-    "keys afresh": {"_KEYS": Tile(128, 1, 16, 8, 128, held=False, beside=2)},
-    "keys afresh, 4 heads": {"_KEYS": Tile(128, 1, 4, 8, 128, held=False, beside=2)},
+    "float32": {"_QUERIES_FP16": None, "_KEYS_FP16": None},
+    "keys not ahead": {"_KEYS_FP16": Tile(128, 1, 8, 128, beside=2)},
+    "queries not ahead": {"_QUERIES_FP16": Tile(8, 8, 4, 128, beside=4)},
+    "start 0": {"_START": 0},
+    "start 8": {"_START": 8},
 }
 PER_TILE = ("copy", "fused")
 
@@ -276,6 +273,9 @@ def measure(case: Case, invocation: Invocation, tiles: str, check_only: bool) ->
     }
     if check_only:
         return row
+    if device.type == "cuda":
+        turns = itertools.cycle(problems)
+        row["kernels_us"] = kernel_times(lambda: fused(next(turns), config))
     for name, timing in interleaved(runs, device, EFFORT).items():
         if isinstance(timing, Exception):
             raise timing

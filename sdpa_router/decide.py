@@ -135,9 +135,9 @@ def _state(call: Call, unavailable_on: Callable[[torch.device], Reason | None]) 
         names = [Call._fields[i] for i, tensor in enumerate(tensors_of(call)) if tensor.requires_grad]
         if names:
             yield Reason(Code.REQUIRES_GRAD, ", ".join(names), "tensors without, or no_grad()")
-    transform = _transform()
-    if transform is not None:
-        yield Reason(Code.FUNCTORCH, transform, "plain calls")
+    transformed = transform()
+    if transformed is not None:
+        yield Reason(Code.FUNCTORCH, transformed, "plain calls")
     if device.type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         if call.query.dtype != dtype or call.key.dtype != dtype or call.value.dtype != dtype:
@@ -247,7 +247,8 @@ def _crossover(device: torch.device, head_dim: int) -> Crossover:
 
 
 @traced_as_constant
-def _transform() -> str | None:
+def transform() -> str | None:
+    """Return what torch does with calls now that a kernel would not take part in, if anything."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a torch.func transform"
     return "forward-mode AD" if forward_ad._current_level >= 0 else None

@@ -8,10 +8,11 @@ import torch
 
 from .decide import Call
 from .decision import show
+from .entry import kernel_entry
 from .kernels.int8_attention.limits import LIMITS
 from .mask import key_view
 from .qk import Groups, Layout, Prepared, QuantizedQK, expect
-from .quantized import choose_config, default_scale, native_layout, require_kernel, untraced, version_of
+from .quantized import choose_config, default_scale, key_row, native_layout, require_kernel, version_of
 
 NOT_ROTATED = "none"
 
@@ -42,7 +43,7 @@ class QuantizedSide:
         return self.softmax_scale is None
 
 
-@untraced
+@kernel_entry
 def int8_linear_qk(
     x: torch.Tensor,
     weight_int8: torch.Tensor,
@@ -105,8 +106,7 @@ def int8_linear_qk(
             return QuantizedSide(
                 made.query, made.query_scale, x.shape[1], head_dim, kind, layout, softmax_scale=softmax_scale
             )
-        mask = None if attn_mask is None else key_view(attn_mask)
-        keys = linear.linear_key(layer, mask, config, group=group, per_token=precision == "high")
+        keys = linear.linear_key(layer, key_row(attn_mask), config, group=group, per_token=precision == "high")
     return QuantizedSide(
         keys.key,
         keys.key_scale.flatten(2),
@@ -126,6 +126,9 @@ def join_qk(query: QuantizedSide, key: QuantizedSide) -> QuantizedQK:
 
     The LSE of such a pair is not available: it needs the query that was not rounded.
     """
+    for name, side in (("query", query), ("key", key)):
+        if not isinstance(side, QuantizedSide):
+            raise ValueError(f"{name} is of type {type(side).__name__}; expected what int8_linear_qk() returns")
     if query.is_key or not key.is_key:
         given = ["key" if side.is_key else "query" for side in (query, key)]
         raise ValueError(f"given {given[0]}, {given[1]}; expected query, key")
@@ -175,7 +178,9 @@ def _check(
     dtype: torch.dtype | None,
 ) -> int:
     """Raise ValueError for what doesn't fit; returns head_dim."""
-    for name, given in (("x", x), ("weight_int8", weight), ("weight_scale", weight_scale)):
+    wanted = {"x": x, "weight_int8": weight, "weight_scale": weight_scale}
+    optional = {"bias": bias, "x_scale": x_scale}
+    for name, given in (wanted | {name: given for name, given in optional.items() if given is not None}).items():
         if not isinstance(given, torch.Tensor):
             raise ValueError(f"{name} is of type {type(given).__name__}; expected a tensor")
     if x.dim() != 3 or x.stride(-1) != 1 or 0 in x.shape:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .entry import let_in
+
 if TYPE_CHECKING:
     from .kernels.int8_attention.configs import Config
     from .kernels.int8_attention.quantize_value import QuantizedValue
@@ -98,8 +100,13 @@ class QuantizedQK:
     value: QuantizedValue | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for parts that don't fit together, naming the part, what was given and what is expected."""
+        """Raise ValueError for parts that don't fit together, naming the part, what was given and what is expected.
+
+        UnsupportedError for parts that hold no values of their own.
+        """
         batch, heads, q_len, width = _four("query", self.query)
+        if 0 in self.query.shape:
+            raise ValueError(f"query is {list(self.query.shape)}; expected sizes of at least 1")
         key_batch, kv_heads, rows, key_width = _four("key", self.key)
         expect("key's batch", key_batch, batch)
         expect("key's width", key_width, width)
@@ -115,6 +122,8 @@ class QuantizedQK:
             raise ValueError(f"head_dim is {self.head_dim}; expected 1 to {width}, the width of query")
         _check_scale("query_scale", self.query_scale, (batch, heads, self.layout.query.count(q_len)), self.query)
         _check_scale("key_scale", self.key_scale, (batch, kv_heads, self.layout.key.count(rows)), self.query)
+        for name in ("query", "query_scale", "key", "key_scale", "key_shift", "lse_term"):
+            object.__setattr__(self, name, let_in(name, getattr(self, name)))
 
     @property
     def shape(self) -> torch.Size:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +12,7 @@ from . import run
 from .buffers import check_buffer, check_memory
 from .decide import Call, decide_kernel
 from .decision import UnsupportedError, show
+from .entry import kernel_entry, readable
 from .kernels.int8_attention.configs import (
     Config,
     arch_of,
@@ -33,23 +31,7 @@ ROTATION = "sdpa_router"  # random signs and Hadamard, in the order of channels
 ROTATION_OF_PAIRS = "sdpa_router, pairs"  # the same after RoPE, in the order of the fused kernels
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def untraced(function: _Function) -> _Function:
-    """Decorate a function that torch.compile is not to look into: the graph breaks there."""
-
-    # torch.compiler.disable as a decorator would import torch._dynamo, and Triton, with this module.
-    @functools.wraps(function)
-    def plainly(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return plainly  # type: ignore[return-value]
-
-
-@untraced
+@kernel_entry
 def quantize_qk(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -75,6 +57,7 @@ def quantize_qk(
     >>> out = int8_attention(quantized, value)
     """
     pv = "auto" if value is None else "fp8"
+    check_flag("lse", lse)
     call = Call(query, key, key if value is None else value, attn_mask, 0.0, False, scale, enable_gqa)
     require_kernel(call, pv, precision)
     from .kernels.int8_attention.quantize import quantize_pair
@@ -82,7 +65,7 @@ def quantize_qk(
 
     softmax_scale = default_scale(query, scale)
     config = choose_config(query, pv, precision)
-    mask = None if attn_mask is None else key_view(attn_mask)
+    mask = key_row(attn_mask)
     with torch.cuda.device_of(query):
         queries, keys = quantize_pair(query, key, mask, softmax_scale, config, lse=lse, per_token=precision == "high")
         values = None if value is None else quantize_value(value, keys.bias, config)
@@ -106,7 +89,7 @@ def quantize_qk(
     )
 
 
-@untraced
+@kernel_entry
 def attend(
     quantized: QuantizedQK,
     value: torch.Tensor | None,
@@ -172,8 +155,9 @@ def for_kernel(quantized: QuantizedQK) -> QuantizedQK:
         query_scale = query_scale * (abs(quantized.softmax_scale) * _LOG2E)
         query = query.neg() if quantized.softmax_scale < 0 else query
     prepared = Prepared(config)
-    if quantized.attn_mask is not None:
-        bias, anchor, live = prepare(key_view(quantized.attn_mask), quantized.kv_len, config)
+    mask = key_row(quantized.attn_mask)
+    if mask is not None:
+        bias, anchor, live = prepare(mask, quantized.kv_len, config)
         prepared = Prepared(config, bias, anchor, live)
     if quantized.value is not None and quantized.prepared is not None:
         held = quantized.prepared.config
@@ -242,6 +226,17 @@ def default_scale(query: torch.Tensor, scale: float | None) -> float:
     return 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
 
 
+def key_row(attn_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask as kernels read it, [1 or B, 1 or H, 1, 1 or K]."""
+    return None if attn_mask is None else readable(key_view(attn_mask))
+
+
+def check_flag(name: str, flag: bool) -> None:
+    """Raise ValueError for what is neither True nor False."""
+    if type(flag) is not bool:
+        raise ValueError(f"{name} is of type {type(flag).__name__}; expected True or False")
+
+
 def version_of(mask: torch.Tensor | None) -> int | None:
     """How often a mask was written to; None where torch does not count."""
     return None if mask is None or mask.is_inference() else mask._version
@@ -281,10 +276,9 @@ def _check_call(
             )
         if torch.is_grad_enabled() and value.requires_grad:
             raise ValueError("value requires a gradient; expected one that doesn't, or torch.no_grad()")
-    if scale is not None:
-        expect("scale", float(scale), quantized.softmax_scale)
-    if type(is_causal) is not bool:
-        raise ValueError(f"is_causal is of type {type(is_causal).__name__}; expected True or False")
+    if scale is not None and not (isinstance(scale, (int, float)) and scale == quantized.softmax_scale):
+        raise ValueError(f"scale is {scale!r}; expected None or {quantized.softmax_scale}, what was quantised with")
+    check_flag("is_causal", is_causal)
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         raise ValueError(f"attn_mask is of type {type(attn_mask).__name__}; expected a tensor or None")
     if is_causal and quantized.attn_mask is not None:
@@ -313,6 +307,7 @@ def _same_mask(given: torch.Tensor, quantized: QuantizedQK) -> bool:
         and view.data_ptr() == other.data_ptr()
         and view.shape == other.shape
         and view.stride() == other.stride()
+        and view.is_neg() == other.is_neg()
     )
 
 

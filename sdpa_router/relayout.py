@@ -38,6 +38,8 @@ def convert(quantized: QuantizedQK, layout: Layout, *, requantize: bool = False)
     A value that was quantised with them stays behind; the mask must stay as it is, for the attention reads it.
     Raises ValueError, without requantize=True, where rows that would share a scale have different ones.
     """
+    _check_type("quantized", quantized, QuantizedQK, "a QuantizedQK")
+    _check_type("layout", layout, Layout, "a Layout")
     kv_len, q_len = quantized.kv_len, quantized.query.shape[2]
     source = quantized.layout
     factor = 1.0
@@ -66,8 +68,7 @@ def convert(quantized: QuantizedQK, layout: Layout, *, requantize: bool = False)
 
 def give(quantized: QuantizedQK, layout: Layout, requantize: bool) -> Foreign:
     """Return what a foreign kernel of this layout takes; raises ValueError for what it can't be given."""
-    if not isinstance(quantized, QuantizedQK):
-        raise ValueError(f"quantized is of type {type(quantized).__name__}; expected a QuantizedQK")
+    _check_type("quantized", quantized, QuantizedQK, "a QuantizedQK")
     _check_width(layout, "quantized.query", quantized.query)
     converted = convert(quantized, layout, requantize=requantize)
     block = _QUERY_BLOCK.get(layout.name, 128)
@@ -93,12 +94,12 @@ def read(
     head_dim: int | None = None,
 ) -> QuantizedQK:
     """Return what a foreign library quantised; raises ValueError for parts that are not of this layout."""
+    _check_type("query_rotation", query_rotation, str, "a name")
     if query_rotation != key_rotation:
         raise ValueError(f"key_rotation is {key_rotation!r}; expected {query_rotation!r}, that of query")
     parts = {"query": given.query, "query_scale": given.query_scale, "key": given.key, "key_scale": given.key_scale}
     for name, part in parts.items():
-        if not isinstance(part, torch.Tensor):
-            raise ValueError(f"{name} is of type {type(part).__name__}; expected a tensor")
+        _check_type(name, part, torch.Tensor, "a tensor")
     if type(softmax_scale) not in (int, float) or not abs(softmax_scale) <= LIMITS.max_scale:
         raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number of at most {LIMITS.max_scale:g}")
     if dtype not in LIMITS.dtypes:
@@ -130,6 +131,11 @@ def read(
         attn_mask=attn_mask,
         mask_version=version_of(attn_mask),
     )
+
+
+def _check_type(name: str, given: object, kind: type, expected: str) -> None:
+    if not isinstance(given, kind):
+        raise ValueError(f"{name} is of type {type(given).__name__}; expected {expected}")
 
 
 def _check_mask(attn_mask: torch.Tensor | None, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:

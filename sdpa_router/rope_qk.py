@@ -9,17 +9,18 @@ import torch
 
 from .decide import Call
 from .decision import show
-from .mask import key_view
+from .entry import kernel_entry
 from .qk import Prepared, QuantizedQK
 from .quantized import (
     ROTATION_OF_PAIRS,
+    check_flag,
     choose_config,
     default_scale,
     heads_inside,
+    key_row,
     native_layout,
     quantize_qk,
     require_kernel,
-    untraced,
     version_of,
 )
 from .rope_tables import check_gradient, shown, tables_of
@@ -32,7 +33,7 @@ Segments = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Weight = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
 
 
-@untraced
+@kernel_entry
 def rms_rope_quantize(
     query: Segments,
     key: Segments,
@@ -87,8 +88,7 @@ def rms_rope_quantize(
         raise ValueError(f"rotary_dim is {rotary}; expected an even number up to head_dim, {head_dim}")
     _check_eps(eps)
     for name, flag in (("interleaved", interleaved), ("across_heads", across_heads), ("lse", lse)):
-        if type(flag) is not bool:
-            raise ValueError(f"{name} is of type {type(flag).__name__}; expected True or False")
+        check_flag(name, flag)
     across = across_heads or _is_across(query_weight, whole[0]) or _is_across(key_weight, whole[1])
     if cos is None and (key_cos is not None or key_sin is not None):
         raise ValueError("key_cos or key_sin is given; expected None, for cos is None and RoPE is left out")
@@ -135,7 +135,7 @@ def _quantize(
     norm, rope = Norm(eps, across), Rope(rotary, interleaved)
     with torch.cuda.device_of(query.x):
         keys, rotation = rms_rope_quantize_key(
-            key, None if attn_mask is None else key_view(attn_mask), config, norm, rope,
+            key, key_row(attn_mask), config, norm, rope,
             group=query.x.shape[1] // key.x.shape[1], per_token=precision == "high",
         )  # fmt: skip
         shift = keys.shift if lse else None

@@ -18,10 +18,10 @@ from sdpa_router.kernels.int8_attention import fused, fused_kernels, fused_norm,
 from sdpa_router.kernels.int8_attention.configs import config_for, hopper_config, padded_head_dim
 
 aot_compile.STRIDES += "s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
-POINTERS = dict.fromkeys("W W2 COS SIN RSTD SHIFT BIAS SCALE NORMS LSE_TERM SQUARES".split(), "*fp32")
-POINTERS |= dict.fromkeys("X X2 K K2 ROTATION".split(), "*bf16") | {"Y": "*i8", "W": "*bf16", "W2": "*bf16"}
+POINTERS = dict.fromkeys("W W2 COS SIN RSTD SHIFT SHIFT16 BIAS SCALE NORMS LSE_TERM SQUARES".split(), "*fp32")
+POINTERS |= dict.fromkeys("X X2 K K2 ROTATION W W2".split(), "*bf16") | {"Y": "*i8", "SHIFT16": "*fp16"}
 SCALARS = dict.fromkeys("eps factor lse_factor".split(), "fp32") | integers(
-    "L N NP split heads group bias_rows s_b s_h s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl s_cj s_bias_b s_bias_h"
+    "L N NP split heads each group bias_rows s_b s_h s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl s_cj s_bias_b s_bias_h"
 )
 Variant = tuple[str, object, dict, dict, dict]
 
@@ -50,15 +50,20 @@ def variants(arch: int | str) -> Iterator[Variant]:
         config = hopper_config(head_dim) if arch == 90 else config_for(arch, head_dim)
         for (mode, flags), is_key in itertools.product(modes(head_dim), (False, True)):
             across = flags["ACROSS"]
-            tile = fused_tiles.key_tile(padded, config) if is_key else fused_tiles.query_tile(padded, config, lse=False)
+            normed = flags["NORM"] and not across
+            tile = (
+                fused_tiles.key_tile(padded, config, normed=normed)
+                if is_key
+                else fused_tiles.query_tile(padded, config, lse=False, normed=normed)
+            )
             if is_key and flags["TWO"]:
                 tile = tile._replace(held=False, ahead=False)
             constants = shared | flags | {
-                "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads,
+                "ROWS": tile.rows, "TOGETHER": tile.together, 
                 "WARPS": tile.num_warps, "HELD": tile.held, "WORDS": True, "WEIGHT_WORDS": True,
                 "STAGES": tile.num_stages, "AHEAD": tile.ahead, "IS_KEY": is_key,
                 "SCALES": 4 if config.gluon and is_key else 1, "HAS_NORM": config.gluon and is_key,
-                "HAS_LSE": False, "EVEN": not flags["HAS_BIAS"],
+                "HAS_LSE": False, "FP16": tile.fp16, "EVEN": not flags["HAS_BIAS"],
                 "HAS_BIAS": flags["HAS_BIAS"] and is_key,
             }  # fmt: skip
             if across and is_key:
@@ -72,7 +77,8 @@ def variants(arch: int | str) -> Iterator[Variant]:
                 {"num_warps": tile.num_warps} | ({"maxnreg": tile.max_registers} if tile.max_registers else {}),
             )
         for mode, flags in modes(head_dim):
-            constants = shared | flags | {"ROWS": fused.sample_rows(padded)}
+            tile = fused_tiles.key_tile(padded, config, normed=flags["NORM"] and not flags["ACROSS"])
+            constants = shared | flags | {"ROWS": fused.SAMPLE, "SEARCHED": fused.SEARCHED, "FP16": tile.fp16}
             if flags["ACROSS"]:
                 del constants["RSTD"]
             yield f"shift D{head_dim} {mode}", fused_kernels._rope_key_shift, types, constants, {"num_warps": 8}

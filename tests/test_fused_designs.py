@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sdpa_router import quantize_qk, rms_rope_quantize
-from sdpa_router.kernels.int8_attention import fused, fused_parts
+from sdpa_router import int8_attention, quantize_qk, rms_rope_quantize, rope_qk
+from sdpa_router.kernels.int8_attention import fused, fused_parts, fused_tiles
+from sdpa_router.kernels.int8_attention.configs import HOPPER_GLUON
+from sdpa_router.kernels.int8_attention.fused_reference import rms_rope_reference
 from sdpa_router.kernels.int8_attention.fused_tiles import Tile, heads_of_program, key_tile, query_tile
 from sdpa_router.kernels.int8_attention.launch import forget
+from sdpa_router.testing import relative_error, sdpa_oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PARTS = ("query", "query_scale", "key", "key_scale", "key_shift", "lse_term")
@@ -84,7 +89,7 @@ def test_no_words_where_they_would_be_cut():
 def test_what_is_loaded_ahead_is_what_would_be_loaded_then(designed, interleaved, across):
     call = arguments(across=across)
     expected = quantized(call, interleaved)
-    designed(ahead=True, heads=16)
+    designed(ahead=True)
     assert same(quantized(call, interleaved), expected)
 
 
@@ -132,15 +137,89 @@ def test_an_empty_segment_is_no_segment(empty):
     parts = [(x[:, :, :split], x[:, :, split:]) for x in (query, key)]
     other = torch.full_like(query_weight, 7.0)
     weights = [(w, other) if empty else (other, w) for w in (query_weight, key_weight)]
-    for given in (weights, (query_weight, key_weight)):
-        assert same(rms_rope_quantize(*parts, *given, *angles, interleaved=True, eps=1e-6, lse=True), expected)
+    for pair in (weights, (query_weight, key_weight)):
+        assert same(rms_rope_quantize(*parts, *pair, *angles, interleaved=True, eps=1e-6, lse=True), expected)
 
 
 def test_heads_of_a_program():
-    """All programs at once where one round is enough for them; else as many heads as the tile allows."""
-    tile = Tile(128, 1, 16, 8, beside=2)
-    assert heads_of_program(tile, 40) == 1
-    assert heads_of_program(tile, 2 * 264) == 2
-    assert heads_of_program(tile, 2 * 264 + 1) == 4
-    assert heads_of_program(tile, 10**6) == 16
-    assert heads_of_program(tile._replace(together=8), 40) == 8
+    """As few rounds of programs as there can be, and in them few starts."""
+    keys, queries = Tile(128, 1, 8, beside=2), Tile(8, 8, 4, beside=4)
+    assert heads_of_program(keys, 56, 263, 132) == 56  # one round with all heads
+    assert heads_of_program(keys, 16, 32, 132) == 2  # 256 programs for 264 places
+    assert heads_of_program(keys, 24, 36, 132) == 4
+    assert heads_of_program(keys, 3, 1, 132) == 1
+    assert heads_of_program(queries, 56, 512, 132) == 56
+    assert heads_of_program(queries, 3, 5, 0) == 8
+
+
+@given(
+    heads=st.integers(1, 64), blocks=st.integers(1, 4000), together=st.sampled_from([1, 8]), beside=st.integers(1, 4)
+)
+def test_no_other_number_of_heads_would_be_done_sooner(heads, blocks, together, beside):
+    tile = Tile(8, together, 4, beside=beside)
+
+    def cost(each):
+        programs = blocks * -(-heads // each)
+        return -(-programs // (132 * beside)) * (each // together + 2)
+
+    chosen = heads_of_program(tile, heads, blocks, 132)
+    assert chosen % together == 0
+    assert cost(chosen) == min(cost(each) for each in range(together, heads + together, together))
+
+
+def attention_error(call, value, attn_mask=None, interleaved=True):
+    """Of the attention over the quantised call against float64."""
+    query, key, *weights, cos, sin = call
+    quantized = rms_rope_quantize(*call, interleaved=interleaved, eps=1e-6, attn_mask=attn_mask)
+    sides = [torch.cat(x, 2) if isinstance(x, tuple) else x for x in (query, key)]
+    normed = [
+        rms_rope_reference(x, w, cos, sin, interleaved=interleaved, eps=1e-6)
+        for x, w in zip(sides, weights, strict=True)
+    ]
+    return relative_error(int8_attention(quantized, value), sdpa_oracle(*normed, value.double(), attn_mask)[0])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("two", "held", "ahead"), [(False, True, True), (False, False, False), (True, False, False)])
+def test_two_values_in_an_instruction(designed, interleaved, two, held, ahead):
+    call, value = arguments(two=two), torch.randn(1, 3, 40, 64, device=DEVICE).bfloat16()
+    mask = torch.rand(1, 1, 1, 40, device=DEVICE) > 0.3
+    designed(fp16=True, held=held, ahead=ahead)
+    assert attention_error(call, value, None, interleaved) < 0.0135
+    assert attention_error(call, value, mask, interleaved) < 0.0135
+
+
+@pytest.mark.parametrize(("query_size", "key_size"), [(1e5, 1e-5), (1e-6, 3e5), (1.0, 1.0)])
+def test_weights_of_any_size_fit_fp16(designed, query_size, key_size):
+    query, key, wq, wk, cos, sin = arguments(dtype=torch.float32)
+    rows = torch.logspace(-3, 3, 40, device=DEVICE)[:, None]
+    call = ((rows * query).bfloat16(), (key / rows).bfloat16(), query_size * wq, key_size * wk, cos, sin)
+    designed(fp16=True)
+    assert attention_error(call, torch.randn(1, 3, 40, 64, device=DEVICE).bfloat16()) < 0.0135
+
+
+def test_weights_that_are_zero_or_absent_in_fp16(designed):
+    query, key, wq, wk, cos, sin = arguments()
+    value = torch.randn(1, 3, 40, 64, device=DEVICE).bfloat16()
+    designed(fp16=True)
+    assert attention_error((query, key, None, None, cos, sin), value) < 0.0135
+    assert attention_error((query, key, torch.zeros_like(wq), wk, cos, sin), value) < 0.0135
+    assert attention_error((query * 0, key, wq, wk, cos, sin), value) < 0.0135
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there it is the device's own")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("fp16", "head_dim"), [(True, 64), (False, 64), (True, 128)])
+def test_keys_with_the_scales_that_the_hopper_kernel_reads(monkeypatch, fp16, head_dim, masked):
+    monkeypatch.setattr(rope_qk, "choose_config", lambda *_: HOPPER_GLUON[head_dim])
+    monkeypatch.setattr(fused_tiles, "_QUERIES_FP16", fused_tiles._QUERIES_FP16 if fp16 else None)
+    monkeypatch.setattr(fused_tiles, "_KEYS_FP16", fused_tiles._KEYS_FP16 if fp16 else None)
+    call = arguments(heads=2, length=150, head_dim=head_dim, dtype=torch.float16)
+    value = torch.randn(1, 2, 150, head_dim, device=DEVICE).half()
+    mask = torch.rand(1, 1, 1, 150, device=DEVICE) > 0.3 if masked else None
+    assert attention_error(call, value, mask) < 0.0135
+    quantized = rms_rope_quantize(*call, interleaved=True, eps=1e-6, attn_mask=mask)
+    scale = quantized.layout.key
+    rows = quantized.key * quantized.key_scale[..., scale.index(quantized.key.shape[2])][..., None]
+    largest = rows.double().norm(dim=-1).unflatten(2, (-1, scale.block)).amax(-1)
+    assert torch.allclose(quantized.prepared.key_norm.double(), largest, rtol=0.02)

@@ -175,6 +175,11 @@ def test_sageattention_agrees_with_our_kernel():
     ("change", "words"),
     [
         ({"key_rotation": "hadamard"}, ("key_rotation is 'hadamard'", "'none'")),
+        ({"query_rotation": None, "key_rotation": None}, ("query_rotation is of type NoneType", "a name")),
+        (
+            {"query": torch.zeros(1, 4, 0, 64, dtype=torch.int8), "query_scale": torch.zeros(1, 4, 0)},
+            ("query is [1, 4, 0, 64]", "at least 1"),
+        ),
         ({"query": torch.zeros(1, 4, 200, 64)}, ("query is torch.float32", "torch.int8")),
         ({"query": torch.zeros(1, 4, 200, 80, dtype=torch.int8)}, ("query has 80 channels", "(64, 96, 128)")),
         ({"query_scale": torch.zeros(1, 4, 7)}, ("query_scale's shape is (1, 4, 7)", "(1, 4, 8)")),
@@ -228,3 +233,7 @@ def test_parts_of_other_types(change, words):
         layouts.from_sage_warp(**arguments)
     with pytest.raises(ValueError, match="quantized is of type Foreign; expected a QuantizedQK"):
         layouts.to_sage_warp(given)
+    with pytest.raises(ValueError, match="quantized is of type Tensor; expected a QuantizedQK"):
+        layouts.convert(query, layouts.SAGE_BLOCK)
+    with pytest.raises(ValueError, match="layout is of type str; expected a Layout"):
+        layouts.convert(quantize_qk(query, key, enable_gqa=True), "sage")

@@ -121,6 +121,8 @@ def test_the_plain_layer_and_grouped_heads():
         ({"weight_scale": torch.zeros(127)}, ("weight_scale", "[127]", "[128]")),
         ({"weight_scale": torch.zeros(128).half()}, ("weight_scale is float16", "float32")),
         ({"bias": torch.zeros(64)}, ("bias", "[64]", "[128]")),
+        ({"bias": "zeros"}, ("bias is of type str", "a tensor")),
+        ({"x_scale": 1.0}, ("x_scale is of type float", "a tensor")),
         ({"bias": torch.zeros(128).int()}, ("bias is int32", "floating")),
         ({"x": None}, ("x is of type NoneType", "a tensor")),
         ({"group": 0}, ("group is 0", "at least 1")),
@@ -152,6 +154,8 @@ def test_pairs_that_do_not_belong_together():
     weight, scale = layer(64, 64)
     query = int8_linear_qk(x, weight, scale, heads=2, role="query")
     key = int8_linear_qk(x, weight, scale, heads=1, role="key")
+    with pytest.raises(ValueError, match="key is of type Tensor; expected what int8_linear_qk"):
+        join_qk(query, key.values)
     with pytest.raises(ValueError, match="given key, query; expected query, key"):
         join_qk(key, query)
     with pytest.raises(ValueError, match="key's head_dim is 64; expected 32"):

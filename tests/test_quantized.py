@@ -150,6 +150,7 @@ def test_under_compile_the_graph_breaks_and_the_answer_stays():
         ({"value": torch.zeros(1, 2, 131, 64, dtype=torch.bfloat16)}, ("value is bfloat16", "float16")),
         ({"value": None}, ("value is None", "a tensor")),
         ({"scale": 0.3}, ("scale is 0.3", "0.125")),
+        ({"scale": "0.125"}, ("scale is '0.125'", "0.125")),
         ({"is_causal": True}, ("is_causal is True", "mask")),
         ({"attn_mask": torch.ones(1, 1, 1, 131, dtype=torch.bool)}, ("attn_mask is another", "was quantised with")),
         ({"attn_mask": torch.zeros(1, 1, 1, 131)}, ("attn_mask is another float32", "was quantised with")),
@@ -236,6 +237,11 @@ def test_what_the_kernel_can_not_answer_is_refused_before_anything_runs():
         quantize_qk(query.float(), key.float())
     with pytest.raises(UnsupportedError, match="heads"):
         quantize_qk(query, key[:, :1])
+    with pytest.raises(ValueError, match="lse is of type str; expected True or False"):
+        quantize_qk(query, key, lse="yes")
+    for empty in (query[:0], query[:, :0], query[:, :, :0], query[..., :0]):
+        with pytest.raises(UnsupportedError, match="sizes of at least 1"):
+            quantize_qk(empty, empty)
     with pytest.raises(TypeError, match="value is None"):
         int8_attention(query, key)
 

@@ -293,6 +293,27 @@ def test_any_call(batch, kv_heads, group, q_len, kv_len, head_dim, interleaved, 
     assert relative_error(int8_attention(quantized, value), exact) < 0.03
 
 
+@pytest.mark.parametrize("head_dim", [1, 5, 8, 72, 96, 200])
+def test_odd_head_dims_and_a_single_row(head_dim):
+    query, key, value = draw(1, 2, 1, head_dim), draw(1, 1, 66, head_dim), draw(1, 1, 66, head_dim)
+    weights = [torch.rand(head_dim, device=DEVICE) + 0.5 for _ in range(2)]
+    rotary = head_dim // 4 * 2 or None
+    tables, key_tables = (angles(n, rotary) if rotary else (None, None) for n in (1, 66))
+    options = {"interleaved": False, "eps": 1e-6, "rotary_dim": rotary, "key_tables": key_tables if rotary else None}
+    check(query, key, value, weights, tables, budget=0.02, **options)
+
+
+def test_rows_as_they_may_lie_in_memory():
+    """Slices of a packed projection, rows and heads that are views of one, an offset of one value, reversed angles."""
+    packed = torch.randn(1, 20, 2, 3, 64, device=DEVICE).half()
+    shifted = [torch.randn(1, 2, 20, 65, device=DEVICE).bfloat16()[..., 1:] for _ in range(3)]
+    options, turn = {"interleaved": True, "eps": 1e-6}, [t.flip(0).t().contiguous().t() for t in angles(20, 64)]
+    check(*packed.permute(3, 0, 2, 1, 4), (None, None), turn, **options)
+    check(*shifted, (None, None), [t[None] for t in turn], **options)
+    rows = draw(1, 2, 1, 64).expand(1, 2, 20, 64)
+    check(rows, draw(1, 1, 20, 64).expand(1, 2, 20, 64), draw(1, 2, 20, 64), (None, None), turn, **options)
+
+
 GOOD = {"interleaved": True, "eps": 1e-6}
 
 

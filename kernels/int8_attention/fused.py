@@ -19,9 +19,10 @@ from .fused_norm import _finish_scales, _row_rms
 from .fused_tiles import Tile, heads_of_program, key_tile, query_tile
 from .launch import empty, launch, replay
 from .limits import interpreting
-from .quantize import QuantizedKey, QuantizedQuery
+from .quantize import QuantizedKey, QuantizedQuery, processors_of
 
-_SAMPLE = 128  # keys whose mean is the shift: what is left of the mean is a tenth of the keys' own scatter
+SAMPLE = 64  # keys whose mean is the shift: what is left of the mean is an eighth of the keys' own scatter
+SEARCHED = 1024  # keys of a step that looks for one that is not masked
 _RMS_ROWS, _RMS_HEADS = 4, 8  # rows of a program of the norm across heads, and heads that it reads at a time
 
 
@@ -129,23 +130,24 @@ def _launch_keys(
         "BIAS": bias if bias is not None else made.shift, "SHIFT": made.shift, "ROTATION": rotation,
         "bias_rows": group if bias is not None and bias.shape[1] > 1 else 1,
     }  # fmt: skip
+    tile = key_tile(padded, config, normed=norm.eps is not None and not norm.across)
+    if key.second is not None:
+        tile = tile._replace(held=False, ahead=False)  # with a choice of weights a row they would not fit registers
+    each = heads_of_program(tile, heads, batch * blocks, processors_of(key.x.device))
+    arguments["SHIFT16"] = empty((batch * heads + 2, padded), torch.float16, key.x.device) if tile.fp16 else made.shift
     strides = row_strides(bias) if bias is not None else (0, 0)
     arguments |= dict(zip(("s_bias_b", "s_bias_h"), strides, strict=True))
     launch(
         _rope_key_shift, (batch * heads + 1,),
-        **arguments, N=length, NP=blocks * config.block_n, ROWS=sample_rows(padded),
-        K=key.x, K2=_second(key), HAS_BIAS=bias is not None, num_warps=8, **common,
+        **arguments, N=length, NP=blocks * config.block_n, ROWS=SAMPLE, SEARCHED=SEARCHED,
+        K=key.x, K2=_second(key), HAS_BIAS=bias is not None, FP16=tile.fp16, num_warps=8, **common,
     )  # fmt: skip
-    tile = key_tile(padded, config)
-    if key.second is not None:
-        tile = tile._replace(held=False, ahead=False)  # with a choice of weights a row they would not fit registers
-    tile = tile._replace(heads=heads_of_program(tile, batch * heads * blocks))
     norms = made.key_norm
     launch(
-        _rms_rope_quantize, (triton.cdiv(heads, tile.heads) * blocks, batch),
+        _rms_rope_quantize, (triton.cdiv(heads, each) * blocks, batch),
         **arguments, X=key.x, X2=_second(key), Y=made.key, SCALE=made.key_scale,
         NORMS=norms if norms is not None else made.shift, LSE_TERM=made.shift, SQUARES=made.shift, factor=1.0,
-        lse_factor=1.0, L=length, group=1, IS_KEY=True, HAS_BIAS=bias is not None,
+        lse_factor=1.0, L=length, each=each, group=1, IS_KEY=True, HAS_BIAS=bias is not None,
         SCALES=config.block_n if per_token else 4 if config.gluon else 1, HAS_NORM=norms is not None, HAS_LSE=False,
         EVEN=length % tile.rows == 0, **_shape(key, rope, tile), **common,
     )  # fmt: skip
@@ -194,14 +196,15 @@ def _launch_queries(
     across = norm.across and norm.eps is not None
     squares = empty((batch, heads, length), torch.float32, x.device) if across else made.query_scale
     unused, term = made.query_scale, made.lse_term
-    tile = query_tile(padded, config, lse=shift is not None)
-    tile = tile._replace(heads=heads_of_program(tile, batch * heads * triton.cdiv(length, tile.rows)))
+    tile = query_tile(padded, config, lse=shift is not None, normed=norm.eps is not None and not across)
+    blocks = triton.cdiv(length, tile.rows)
+    each = heads_of_program(tile, heads, batch * blocks, processors_of(x.device))
     launch(
-        _rms_rope_quantize, (triton.cdiv(heads, tile.heads) * triton.cdiv(length, tile.rows), batch),
+        _rms_rope_quantize, (triton.cdiv(heads, each) * blocks, batch),
         **_arguments(query, norm, None), X=x, X2=_second(query),
-        SHIFT=shift if shift is not None else unused, ROTATION=rotation, BIAS=unused, Y=made.query,
+        SHIFT=shift if shift is not None else unused, SHIFT16=unused, ROTATION=rotation, BIAS=unused, Y=made.query,
         SCALE=made.query_scale, NORMS=unused, LSE_TERM=term if term is not None else unused, SQUARES=squares,
-        factor=scale * LOG2E / min(padded, 128), lse_factor=scale, L=length,
+        factor=scale * LOG2E / min(padded, 128), lse_factor=scale, L=length, each=each,
         group=heads // shift.shape[1] if shift is not None else 1, bias_rows=1, s_bias_b=0, s_bias_h=0, IS_KEY=False,
         HAS_BIAS=False, SCALES=1, HAS_NORM=False, HAS_LSE=shift is not None,
         EVEN=length % tile.rows == 0 and heads % tile.together == 0, **_shape(query, rope, tile),
@@ -213,11 +216,6 @@ def _launch_queries(
             squares, made.query_scale, term if term is not None else unused, norm.eps, length, heads,
             D=head_dim, ROWS=128, HAS_LSE=term is not None, BEFORE=x.dtype == torch.float16, num_warps=4,
         )  # fmt: skip
-
-
-def sample_rows(padded: int) -> int:
-    """Keys that the shift is the mean of."""
-    return _SAMPLE if padded <= 128 else _SAMPLE // 2
 
 
 def _second(rows: Rows) -> torch.Tensor:
@@ -278,10 +276,11 @@ def _shape(rows: Rows, rope: Rope, tile: Tile) -> dict[str, object]:
     words = whole and _in_words(rows.x, rows.second)
     options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
     return {
-        **options, "ROWS": tile.rows, "TOGETHER": tile.together, "HEADS": tile.heads, "WARPS": tile.num_warps,
+        **options, "ROWS": tile.rows, "TOGETHER": tile.together, "WARPS": tile.num_warps,
         "STAGES": tile.num_stages, "AHEAD": tile.ahead and words, "HELD": tile.held, "WORDS": words,
         "WEIGHT_WORDS": words and _in_words(rows.weight, rows.second_weight), "PER_HEAD": per_head,
-        "UPCAST": interpreting(), "num_warps": tile.num_warps,
+        "UPCAST": interpreting(),
+        "FP16": tile.fp16, "num_warps": tile.num_warps,
     }  # fmt: skip
 
 

@@ -8,14 +8,18 @@ import triton.language as tl
 from .bias import _kept
 from .fused_norm import _inverse_rms
 from .fused_parts import (
+    FP16_UNIT,
     _angles,
     _as_rows,
     _dealt,
+    _largest_weight,
     _load_channels,
     _load_pairs,
     _load_raw,
+    _multiply_add,
     _numbers,
     _pairs_of,
+    _product,
     _row_numbers,
     _rows_of,
     _squares,
@@ -29,11 +33,11 @@ from .quantize_kernels import _finite, _hadamard, _rotate
 
 @triton.jit(do_not_specialize=["N", "NP", "split", "heads", "bias_rows"])
 def _rope_key_shift(
-    K, K2, W, W2, COS, SIN, RSTD, BIAS, SHIFT, ROTATION, eps, N, NP, split, heads, bias_rows,
+    K, K2, W, W2, COS, SIN, RSTD, BIAS, SHIFT, SHIFT16, ROTATION, eps, N, NP, split, heads, bias_rows,
     s_b, s_h, s_l, s_b2, s_h2, s_l2, s_cb, s_ch, s_cl, s_cj, s_bias_b, s_bias_h,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr,
-    HALVES: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, SEARCHED: tl.constexpr,
+    R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    TWO: tl.constexpr, HAS_BIAS: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
     """SHIFT[B, Hkv, 2, DP / 2] = mean of the firsts and of the seconds of the pairs over a sample of the kept keys.
 
@@ -46,6 +50,15 @@ def _rope_key_shift(
     if head == tl.num_programs(0) - 1:
         i = tl.arange(0, B)
         tl.store(ROTATION + i[:, None] * B + i[None, :], _hadamard(B).to(ROTATION.dtype.element_ty))
+        if FP16 and HAS_WEIGHT:
+            j = _numbers(HALF, 4)
+            least = 1.0 / _largest_weight(W, W2, D, DP, TWO)
+            for segment in tl.static_range(2 if TWO else 1):
+                zero = tl.zeros([1, 1, 1, 1, 1], tl.int32)
+                wa, wb = _weights(W2 if segment else W, W2, zero, zero, split, D, HALF, R, HALVES, False, False, False)
+                to = SHIFT16 + (head + segment) * DP + j
+                tl.store(to, _dealt(wa * least).to(tl.float16))
+                tl.store(to + HALF, _dealt(wb * least).to(tl.float16))
         return
     K += b * s_b
     K2 += b * s_b2
@@ -57,61 +70,68 @@ def _rope_key_shift(
     i = tl.arange(0, ROWS)[None, :, None, None, None]
     of = i * 0 + h.to(tl.int32)
     rows = tl.where(N <= ROWS, i, (i.to(tl.int64) * N // ROWS).to(tl.int32))
-    count = tl.zeros([], tl.float32)
-    first = tl.zeros([4, 1, HALF // 16, 4], tl.float32)
-    second = tl.zeros([4, 1, HALF // 16, 4], tl.float32)
-    start = 0
-    # Where the sample holds no key that is kept, the first block that does.
-    while (count == 0) & (start < N):
+    keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, N, HAS_BIAS)
+    if HAS_BIAS:
+        # Where the sample holds no key that is kept, those from the first one on that is.
+        none = tl.sum(keep.to(tl.int32).reshape([ROWS]), 0) == 0
+        first_kept = tl.where(none, N, 0)
+        n = tl.arange(0, SEARCHED)
+        for start in range(0, tl.where(none, N, 0), SEARCHED):
+            found = _kept(BIAS, bias_rows, s_bias_h * NP, start + n, N, HAS_BIAS)
+            first_kept = tl.minimum(first_kept, tl.min(tl.where(found, start + n, N), 0))
+        rows = tl.where(none, first_kept + i, rows)
         keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, N, HAS_BIAS)
-        row = tl.minimum(rows, N - 1)
-        place = _dealt(row)
-        source, step = _rows_of(K, K2, place, split, s_h, s_l, s_h2, s_l2, TWO)
-        x, y = _load_pairs(source + h * step, _dealt(keep), D, HALF, R, HALVES, False)
-        rstd = keep.to(tl.float32)
-        if NORM:
-            if ACROSS:
-                rstd *= tl.load(RSTD + row)
-            else:
-                rstd *= tl.math.rsqrt(_squares(x, y) * (1.0 / D) + eps)
-        if HAS_WEIGHT:
-            wa, wb = _weights(W, W2, _dealt(of), place, split, D, HALF, R, HALVES, ACROSS, TWO, False)
-            x *= wa
-            y *= wb
-        if R > 0:
-            cos, sin = _angles(COS, SIN, _dealt(of), place, s_ch, s_cl, s_cj, HALF, R)
-            x, y = _turned(x, y, (cos, sin, sin, cos))
-        count = tl.sum(keep.to(tl.float32).reshape([ROWS]), 0)
-        first = tl.sum(_finite(x * rstd), 1)
-        second = tl.sum(_finite(y * rstd), 1)
-        rows = start + i
-        start += ROWS
+    row = tl.minimum(rows, N - 1)
+    place = _dealt(row)
+    source, step = _rows_of(K, K2, place, split, s_h, s_l, s_h2, s_l2, TWO)
+    x, y = _load_pairs(source + h * step, _dealt(keep), D, HALF, R, HALVES, False)
+    rstd = keep.to(tl.float32)
+    if NORM:
+        if ACROSS:
+            rstd *= tl.load(RSTD + row)
+        else:
+            rstd *= tl.math.rsqrt(_squares(x, y) * (1.0 / D) + eps)
+    if HAS_WEIGHT:
+        wa, wb = _weights(W, W2, _dealt(of), place, split, D, HALF, R, HALVES, ACROSS, TWO, False)
+        x *= wa
+        y *= wb
+    if R > 0:
+        cos, sin = _angles(COS, SIN, _dealt(of), place, s_ch, s_cl, s_cj, HALF, R)
+        x, y = _turned(x, y, (cos, sin, sin, cos))
+    count = tl.sum(keep.to(tl.float32).reshape([ROWS]), 0)
+    first = tl.sum(_finite(x * rstd), 1)
+    second = tl.sum(_finite(y * rstd), 1)
     scale = 1.0 / tl.maximum(count, 1.0)
     j = _numbers(HALF, 4)
     tl.store(SHIFT + head * DP + j, _dealt(first[:, None] * scale))
     tl.store(SHIFT + head * DP + HALF + j, _dealt(second[:, None] * scale))
+    if FP16:
+        if HAS_WEIGHT:
+            scale /= _largest_weight(W, W2, D, DP, TWO)
+        tl.store(SHIFT16 + head * DP + j, _dealt(-first[:, None] * scale).to(tl.float16))
+        tl.store(SHIFT16 + head * DP + HALF + j, _dealt(-second[:, None] * scale).to(tl.float16))
 
 
-@triton.jit(do_not_specialize=["L", "split", "heads", "bias_rows", "group"])
+@triton.jit(do_not_specialize=["L", "split", "heads", "each", "bias_rows", "group"])
 def _rms_rope_quantize(
-    X, X2, W, W2, COS, SIN, RSTD, SHIFT, ROTATION, BIAS, Y, SCALE, NORMS, LSE_TERM, SQUARES,
-    eps, factor, lse_factor, L, split, heads, group, bias_rows,
+    X, X2, W, W2, COS, SIN, RSTD, SHIFT, SHIFT16, ROTATION, BIAS, Y, SCALE, NORMS, LSE_TERM, SQUARES,
+    eps, factor, lse_factor, L, split, heads, each, group, bias_rows,
     s_b, s_h, s_l, s_b2, s_h2, s_l2, s_cb, s_ch, s_cl, s_cj, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
-    HEADS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HELD: tl.constexpr,
+    WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HELD: tl.constexpr,
     WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr,
     ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr, PER_HEAD: tl.constexpr, IS_KEY: tl.constexpr,
     HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
-    """One program ROWS rows of HEADS heads, TOGETHER at a time (keys: one), which share angles and the rotation.
+    """One program ROWS rows of `each` heads, TOGETHER at a time (keys: one), which share angles and the rotation.
 
     Programs of the same rows follow each other: their heads lie side by side in memory.  What lies past the last row or
     head is read as that, and not written.  HELD: angles and weights stay in registers from head to head.
     AHEAD: a head's values are loaded while the one before is worked on, for as many registers.
     """
     # On one axis of the grid: CUDA counts no further than 65535 on the others, and blocks of queries are small.
-    parts = tl.cdiv(heads, HEADS)
+    parts = tl.cdiv(heads, each)
     blocks = tl.num_programs(0) // parts
     # From the last to the first: a kernel that read the rows before has left the last ones in the cache.
     block = blocks - 1 - tl.program_id(0) // parts
@@ -126,8 +146,6 @@ def _rms_rope_quantize(
     SIN += b * s_cb
     if RSTD is not None:
         RSTD += b * L
-    i = tl.arange(0, B)
-    rotation = tl.load(ROTATION + i[:, None] * B + i[None, :])
     dtype: tl.constexpr = tl.float32 if UPCAST else X.dtype.element_ty
     R_ROWS: tl.constexpr = M // W_ROWS
     m = _row_numbers(W_ROWS, R_ROWS)
@@ -138,21 +156,33 @@ def _rms_rope_quantize(
     source, step = _rows_of(X, X2, place, split, s_h, s_l, s_h2, s_l2, TWO)
     cos, sin, wa, wb = 1.0, 0.0, 1.0, 1.0
     HELD_TURN: tl.constexpr = R > 0 and HELD and not PER_HEAD
-    HELD_WEIGHT: tl.constexpr = HAS_WEIGHT and HELD and not ACROSS
+    HELD_WEIGHT: tl.constexpr = HAS_WEIGHT and HELD and not ACROSS and not (FP16 and IS_KEY)
+    start = tl.program_id(0) % parts * each
+    end = tl.minimum(start + each, heads)
+    # Loads first, so that all of them wait together.
+    if AHEAD:
+        h = tl.minimum(start + of, heads - 1)
+        raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
+    i = tl.arange(0, B)
+    rotation = tl.load(ROTATION + i[:, None] * B + i[None, :])
     if HELD_TURN:
         cos, sin = _angles(COS, SIN, place * 0, place, s_ch, s_cl, s_cj, HALF, R)
+        if FP16:
+            cos, sin = cos.to(tl.float16), sin.to(tl.float16)
     if HELD_WEIGHT:
         wa, wb = _weights(W, W2, place * 0, place, split, D, HALF, R, HALVES, False, TWO, WEIGHT_WORDS)
+    unit = 1.0
+    if FP16:
+        rotation = (rotation.to(tl.float32) * (1.0 / FP16_UNIT)).to(tl.float16)
+        largest = _largest_weight(W, W2, D, DP, TWO) if HAS_WEIGHT else 1.0
+        unit = FP16_UNIT * largest
+        if HELD_WEIGHT:
+            wa, wb = (wa * (1.0 / largest)).to(tl.float16), (wb * (1.0 / largest)).to(tl.float16)
     # A thread that holds several heads of a row keeps their turn with the weights in it: two factors fewer a pair.
     FOLDED: tl.constexpr = HELD_TURN and HELD_WEIGHT and SHARED
     turn = (cos * wa, sin * wb, sin * wa, cos * wb) if FOLDED else (cos, sin, sin, cos)
     # The factor 1 / rms can wait for the scales where no size is too much for the 16 bits before the rotation.
-    BEFORE: tl.constexpr = NORM and (IS_KEY or X.dtype.element_ty == tl.float16)
-    start = tl.program_id(0) % parts * HEADS
-    end = tl.minimum(start + HEADS, heads)
-    if AHEAD:
-        h = tl.minimum(start + of, heads - 1)
-        raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
+    BEFORE: tl.constexpr = NORM and (IS_KEY or FP16 or X.dtype.element_ty == tl.float16)
     for first in tl.range(start, end, TOGETHER, num_stages=STAGES):
         head = b * heads + first  # of the first one
         h = tl.minimum(first + of, heads - 1)
@@ -167,30 +197,56 @@ def _rms_rope_quantize(
             else:
                 squares = _squares(x, y)
                 rstd = _inverse_rms(squares, eps, D, ACROSS)
+        if FP16:
+            x, y = (x * rstd).to(tl.float16), (y * rstd).to(tl.float16)
         if HAS_WEIGHT and not FOLDED:
             va, vb = wa, wb
             if not HELD_WEIGHT:
-                va, vb = _weights(W, W2, _dealt(h), place, split, D, HALF, R, HALVES, ACROSS, TWO, WEIGHT_WORDS)
-            x *= va
-            y *= vb
+                if FP16 and IS_KEY:
+                    # Of the two rows behind the shifts; see _rope_key_shift.
+                    own = SHIFT16 + tl.num_programs(1).to(tl.int64) * heads * DP
+                    if TWO:
+                        own += tl.where(place < split, 0, DP)
+                    j = _numbers(HALF, 4)
+                    va, vb = _load_channels(own, j, None, 1, 1), _load_channels(own + HALF, j, None, 1, 1)
+                else:
+                    va, vb = _weights(W, W2, _dealt(h), place, split, D, HALF, R, HALVES, ACROSS, TWO, WEIGHT_WORDS)
+                if FP16 and not IS_KEY:
+                    va, vb = (va * (1.0 / largest)).to(tl.float16), (vb * (1.0 / largest)).to(tl.float16)
+            if FP16:
+                x, y = _product(x, va), _product(y, vb)
+            else:
+                x *= va
+                y *= vb
         if R > 0:
             turn_h = turn
             if not HELD_TURN:
                 cos_h, sin_h = _angles(COS, SIN, _dealt(h) if PER_HEAD else place * 0, place, s_ch, s_cl, s_cj, HALF, R)
+                if FP16:
+                    cos_h, sin_h = cos_h.to(tl.float16), sin_h.to(tl.float16)
                 turn_h = (cos_h, sin_h, sin_h, cos_h)
             x, y = _turned(x, y, turn_h)
         if IS_KEY:
             j = _numbers(HALF, 4)
-            x = x * rstd - _load_channels(SHIFT + head * DP, j, None, 1, 1)
-            y = y * rstd - _load_channels(SHIFT + head * DP + HALF, j, None, 1, 1)
-        elif BEFORE:
+            if FP16:
+                one = tl.full([1, 1, 1, 1, 1], 1.0, tl.float16)
+                x = _multiply_add(x, one, _load_channels(SHIFT16 + head * DP, j, None, 1, 1))
+                y = _multiply_add(y, one, _load_channels(SHIFT16 + head * DP + HALF, j, None, 1, 1))
+            else:
+                x = x * rstd - _load_channels(SHIFT + head * DP, j, None, 1, 1)
+                y = y * rstd - _load_channels(SHIFT + head * DP + HALF, j, None, 1, 1)
+        elif BEFORE and not FP16:
             x *= rstd
             y *= rstd
         if AHEAD:
             # What is known of the loaded values is in x and y by now, so that the next ones can take their registers.
-            later = tl.minimum(tl.where(first + TOGETHER < end, first + TOGETHER, first) + of, heads - 1)
-            raw, raw2 = _load_raw(source + _dealt(later) * step, None, D, HALF, R, HALVES, WORDS, True)
-        z = _rotate(_as_rows(x, y, DP).to(X.dtype.element_ty).to(dtype), rotation.to(dtype), M, DP, B)
+            later = tl.minimum(first + TOGETHER + of, heads - 1)
+            more = tl.full([1, 1, 1, 1, 1], first + TOGETHER, tl.int32) < end
+            raw, raw2 = _load_raw(source + _dealt(later) * step, more, D, HALF, R, HALVES, WORDS, True)
+        if FP16:
+            z = tl.dot(_as_rows(x, y, DP).reshape([M * (DP // B), B]), rotation, out_dtype=tl.float16).reshape([M, DP])
+        else:
+            z = _rotate(_as_rows(x, y, DP).to(X.dtype.element_ty).to(dtype), rotation.to(dtype), M, DP, B)
         z = _as_written(z, W_ROWS)
         peak = _peaks(z, B)
         if IS_KEY:
@@ -200,7 +256,7 @@ def _rms_rope_quantize(
                 z = tl.where(keep[None, :, :, None, None], z, 0.0)
             else:
                 keep = None if EVEN else (at_row < L).reshape([W_ROWS, R_ROWS])
-            _write_keys(z, peak, keep, Y, SCALE, NORMS, head * blocks + block, ROWS, DP, SCALES, HAS_NORM)
+            _write_keys(z, peak, keep, Y, SCALE, NORMS, head * blocks + block, unit, ROWS, DP, SCALES, HAS_NORM)
         else:
             there = (at_row < L) & (first + of < heads)
             at = (b * heads + h) * L + row
@@ -215,6 +271,7 @@ def _rms_rope_quantize(
             scale = factor
             if NORM and not BEFORE and not ACROSS:
                 scale = factor * rstd.reshape([W_ROWS, R_ROWS])
+            scale *= unit
             at = at.reshape([W_ROWS, R_ROWS])
             inside = None if EVEN else there.reshape([W_ROWS, R_ROWS])
             _write_queries(z, peak, Y, SCALE, at, inside, scale, DP)

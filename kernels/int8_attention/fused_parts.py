@@ -13,9 +13,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .limits import interpreting
+
 # Triton deals the contiguous axis of a load or store to registers, the others to threads, then warps, then registers;
 # since 3.7 from the last to the first.
 LAST_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7))
+
+
+FP16_UNIT = tl.constexpr(32.0)
+ASM = tl.constexpr(not interpreting())
+
+
+@triton.jit
+def _largest_weight(W, W2, D: tl.constexpr, DP: tl.constexpr, TWO: tl.constexpr):
+    """Largest magnitude of the weights, 1 where all are 0."""
+    i = tl.arange(0, DP)
+    w = tl.abs(tl.load(W + i, mask=i < D, other=0).to(tl.float32))
+    if TWO:
+        w = tl.maximum(w, tl.abs(tl.load(W2 + i, mask=i < D, other=0).to(tl.float32)))
+    most = tl.max(w, 0)
+    return tl.where(most > 0, most, 1.0)
 
 
 @triton.jit
@@ -56,12 +73,18 @@ def _columns(HALF: tl.constexpr, R: tl.constexpr):
 def _load_channels(start, channel, keep, D: tl.constexpr, DP: tl.constexpr, ONCE: tl.constexpr = False):
     """Those channels of rows, 0 where not kept; all but the answer dealt.  keep: None for all rows.
 
-    ONCE: what no program reads again, and so shall not take what others read again out of the SM's cache.
+    ONCE: what no program reads again, and so shall not take what others read again out of the SM's cache; keep is one
+    for all then, and what is not kept is anything.
     """
     modifier: tl.constexpr = ".cg" if ONCE else ""
     if keep is not None:
-        mask = keep & (channel < D) if D < DP else keep
-        x = tl.load(start + channel, mask=mask, other=0, cache_modifier=modifier)
+        at = start + channel
+        if D < DP:
+            x = tl.load(at, mask=keep & (channel < D), other=0, cache_modifier=modifier)
+        elif ONCE:
+            x = tl.load(at, mask=tl.broadcast_to(keep, at.shape), cache_modifier=modifier)
+        else:
+            x = tl.load(at, mask=keep, other=0, cache_modifier=modifier)
     elif D < DP:
         x = tl.load(start + channel, mask=channel < D, other=0, cache_modifier=modifier)
     else:
@@ -76,8 +99,9 @@ def _load_raw(
 ):  # fmt: skip
     """What _pairs_of() takes apart: the channels of rows as they are loaded; the second is 0 where one holds all.
 
-    start: pointers [1, W, R, 1, 1] to the first channel, dealt; keep: the same, or None for all.  WORDS: whether two
-    bf16 may be read as one word, of which a float32 of either is one instruction; Triton takes them apart first.
+    start: pointers [1, W, R, 1, 1] to the first channel, dealt; keep: the same, or one for all, or None.  WORDS:
+    whether two bf16 may be read as one word, of which a float32 of either is one instruction; Triton takes them apart
+    first.
     """
     b = 0
     if WORDS:
@@ -186,12 +210,36 @@ def _squares(a, b):
 
 
 @triton.jit
+def _product(a, b):
+    """a * b of fp16, two in an instruction."""
+    if ASM:
+        b = tl.broadcast_to(b, a.shape)
+        return tl.inline_asm_elementwise("mul.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.float16, is_pure=True, pack=2)
+    else:
+        return a * b
+
+
+@triton.jit
+def _multiply_add(a, b, c):
+    """a * b + c of fp16, two in an instruction."""
+    b, c = tl.broadcast_to(b, a.shape), tl.broadcast_to(c, a.shape)
+    if ASM:
+        asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;"
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b, c], tl.float16, is_pure=True, pack=2)
+    else:
+        return a * b + c
+
+
+@triton.jit
 def _turned(a, b, turn):
     """RoPE of pairs. turn: what the first gives to the first, the second to it, the first to the second, it to itself.
 
     (cos, sin, sin, cos), or with the weights in them.
     """
-    return a * turn[0] - b * turn[1], a * turn[2] + b * turn[3]
+    if a.dtype == tl.float16:
+        return _multiply_add(a, turn[0], -_product(b, turn[1])), _multiply_add(b, turn[3], _product(a, turn[2]))
+    else:
+        return a * turn[0] - b * turn[1], a * turn[2] + b * turn[3]
 
 
 @triton.jit
