@@ -177,7 +177,7 @@ def _rms_rope_quantize(
         largest = _largest_weight(W, W2, D, DP, TWO) if HAS_WEIGHT else 1.0
         unit = FP16_UNIT * largest
         if HELD_WEIGHT:
-            wa, wb = (wa * (1.0 / largest)).to(tl.float16), (wb * (1.0 / largest)).to(tl.float16)
+            wa, wb = tl.cast(wa * (1.0 / largest), tl.float16), tl.cast(wb * (1.0 / largest), tl.float16)
     # A thread that holds several heads of a row keeps their turn with the weights in it: two factors fewer a pair.
     FOLDED: tl.constexpr = HELD_TURN and HELD_WEIGHT and SHARED
     turn = (cos * wa, sin * wb, sin * wa, cos * wb) if FOLDED else (cos, sin, sin, cos)

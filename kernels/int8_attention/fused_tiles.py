@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-
 from .configs import Config
 
 
@@ -81,9 +79,10 @@ def heads_of_program(tile: Tile, heads: int, blocks: int, processors: int) -> in
     processors: of the GPU, 0 where that is not known.  Programs run in rounds, and each costs its tiles and a start.
     """
     slots = (processors or _PROCESSORS) * tile.beside
-    tiles = triton.cdiv(heads, tile.together)
+    tiles = -(-heads // tile.together)
 
     def rounds_cost(each: int) -> int:
-        return triton.cdiv(blocks * triton.cdiv(tiles, each), slots) * (each + _START)
+        programs = blocks * -(-tiles // each)
+        return -(-programs // slots) * (each + _START)
 
     return tile.together * min(range(1, tiles + 1), key=rounds_cost)
