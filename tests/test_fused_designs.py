@@ -167,16 +167,18 @@ def test_no_other_number_of_heads_would_be_done_sooner(heads, blocks, together, 
     assert cost(chosen) == min(cost(each) for each in range(together, heads + together, together))
 
 
-def attention_error(call, value, attn_mask=None, interleaved=True):
+def attention_error(call, value, attn_mask=None, interleaved=True, scale=None):
     """Of the attention over the quantised call against float64."""
     query, key, *weights, cos, sin = call
-    quantized = rms_rope_quantize(*call, interleaved=interleaved, eps=1e-6, attn_mask=attn_mask)
+    quantized = rms_rope_quantize(*call, interleaved=interleaved, eps=1e-6, attn_mask=attn_mask, scale=scale)
     sides = [torch.cat(x, 2) if isinstance(x, tuple) else x for x in (query, key)]
     normed = [
         rms_rope_reference(x, w, cos, sin, interleaved=interleaved, eps=1e-6)
         for x, w in zip(sides, weights, strict=True)
     ]
-    return relative_error(int8_attention(quantized, value), sdpa_oracle(*normed, value.double(), attn_mask)[0])
+    return relative_error(
+        int8_attention(quantized, value), sdpa_oracle(*normed, value.double(), attn_mask, scale=scale)[0]
+    )
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -205,6 +207,26 @@ def test_weights_that_are_zero_or_absent_in_fp16(designed):
     assert attention_error((query, key, None, None, cos, sin), value) < 0.0135
     assert attention_error((query, key, torch.zeros_like(wq), wk, cos, sin), value) < 0.0135
     assert attention_error((query * 0, key, wq, wk, cos, sin), value) < 0.0135
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize(("rows", "weight", "scale"), [(1e-6, 1.0, 100.0), (1.0, 1000.0, -0.125)])
+def test_rows_far_below_their_norm_keep_their_steps_in_fp16(designed, side, rows, weight, scale):
+    """Rows far below sqrt(eps), and rows that are zero where the weight is largest."""
+    call, value = list(arguments()), torch.randn(1, 3, 40, 64, device=DEVICE).bfloat16()
+    call[side] = call[side] * rows
+    call[side][..., :2] = 0
+    call[2 + side][:2] *= weight
+    designed(fp16=True)
+    assert attention_error(call, value, scale=scale) < 0.0135
+
+
+@pytest.mark.parametrize("size", [1e-39, 1e37])
+def test_weights_at_the_ends_of_float32_stay_finite_in_fp16(designed, size):
+    query, key, wq, wk, cos, sin = arguments()
+    designed(fp16=True)
+    quantized = rms_rope_quantize(query, key, wq.float() * size, wk, cos, sin, interleaved=True, eps=1e-6)
+    assert quantized.query_scale.isfinite().all()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there it is the device's own")

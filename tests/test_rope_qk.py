@@ -219,6 +219,14 @@ def test_masked_keys_count_for_nothing():
     assert torch.equal(int8_attention(quantized, value), int8_attention(again, value))
 
 
+def test_the_sample_of_the_shift_does_not_stay_in_a_column():
+    """Tokens of an image, 32 a row, whose left half has one mean and whose right half has its negative."""
+    side = torch.where(torch.arange(2048, device=DEVICE) % 32 < 16, 20.0, -20.0)[:, None]
+    key = draw(1, 1, 2048, 64) + (side * torch.randn(64, device=DEVICE)).half()
+    query, value = draw(1, 1, 32, 64), draw(1, 1, 2048, 64)
+    check(query, key, value, (None, None), (None, None), interleaved=True, eps=1e-6, budget=0.011)
+
+
 def test_few_keys_are_kept_and_the_sample_misses_them():
     query, key, value = draw(1, 2, 16, 64), draw(1, 2, 1000, 64, offset=30.0), draw(1, 2, 1000, 64)
     mask = torch.zeros(1, 1, 1, 1000, dtype=torch.bool, device=DEVICE)

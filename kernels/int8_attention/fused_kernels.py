@@ -69,7 +69,9 @@ def _rope_key_shift(
         RSTD += b * N
     i = tl.arange(0, ROWS)[None, :, None, None, None]
     of = i * 0 + h.to(tl.int32)
-    rows = tl.where(N <= ROWS, i, (i.to(tl.int64) * N // ROWS).to(tl.int32))
+    # One of each ROWS-th of the keys, at another place in each: every 64th token of an image may lie in one column.
+    spread = (i * ROWS + i * 37 % ROWS).to(tl.int64) * N // (ROWS * ROWS)
+    rows = tl.where(N <= ROWS, i, spread.to(tl.int32))
     keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, N, HAS_BIAS)
     if HAS_BIAS:
         # Where the sample holds no key that is kept, those from the first one on that is.

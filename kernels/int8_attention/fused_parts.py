@@ -19,20 +19,21 @@ from .limits import interpreting
 # since 3.7 from the last to the first.
 LAST_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7))
 
-
-FP16_UNIT = tl.constexpr(32.0)
+# What rotated fp16 values are counted in. A row over its rms and the largest weight has a norm of at most sqrt(D), the
+# shift too: at D 256 and 2 the squares add up to 32768, and rows a thousandth as large still have all their int8 steps.
+FP16_UNIT = tl.constexpr(2.0)
 ASM = tl.constexpr(not interpreting())
 
 
 @triton.jit
 def _largest_weight(W, W2, D: tl.constexpr, DP: tl.constexpr, TWO: tl.constexpr):
-    """Largest magnitude of the weights, 1 where all are 0."""
+    """Largest magnitude of the weights, 1 where they are too small to count."""
     i = tl.arange(0, DP)
     w = tl.abs(tl.load(W + i, mask=i < D, other=0).to(tl.float32))
     if TWO:
         w = tl.maximum(w, tl.abs(tl.load(W2 + i, mask=i < D, other=0).to(tl.float32)))
     most = tl.max(w, 0)
-    return tl.where(most > 0, most, 1.0)
+    return tl.where(most > 1e-30, most, 1.0)
 
 
 @triton.jit

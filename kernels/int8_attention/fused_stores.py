@@ -8,6 +8,8 @@ import triton.language as tl
 from .fused_parts import ASM, _dealt, _multiply_add, _product, _row_numbers
 from .quantize_kernels import _inverse, _largest
 
+_LEAST_PEAK = tl.constexpr(127.0 / 65504)
+
 
 @triton.jit
 def _as_written(z, W: tl.constexpr):
@@ -33,12 +35,14 @@ def _peaks(z, B: tl.constexpr):
     """[W, R]: largest magnitude of each row of a rotated tile [4, W, R, J, E]; NaN where one was NaN or infinite.
 
     The rotation gives every channel of a block what any of them holds, so such a block is NaN or infinite throughout;
-    the maximum over blocks would drop the NaN.
+    the maximum over blocks would drop the NaN.  Of fp16 at least what 127 over it is no infinity of.
     """
     peak = tl.max(tl.abs(z), 4)
     peak = peak.to(tl.float32)
     bad = tl.sum(tl.sum(peak * 0.0, 3), 0) if 4 * z.shape[3] * z.shape[4] > B else 0.0
     peak = tl.max(tl.max(peak, 3), 0)
+    if z.dtype == tl.float16:
+        peak = tl.where((peak > 0) & (peak < _LEAST_PEAK), _LEAST_PEAK, peak)
     return peak + peak * 0.0 + bad
 
 
@@ -56,7 +60,7 @@ prmt.b32 $0, a, b, 0x6420;
 def _round_scaled(x, inverse):
     """quantize_kernels._round(x * inverse) in one instruction, which the compiler does not always find by itself."""
     if x.dtype == tl.float16:
-        y = tl.broadcast_to(tl.minimum(inverse, 65504.0).to(tl.float16), x.shape)
+        y = tl.broadcast_to(inverse.to(tl.float16), x.shape)
         if ASM:
             return tl.inline_asm_elementwise(_ROUND_FOUR, "=r,r,r,r,r", [x, y], dtype=tl.int8, is_pure=True, pack=4)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .configs import Config
+from .fused_parts import LAST_FIRST
 
 
 class Tile(NamedTuple):
@@ -34,6 +35,11 @@ _KEYS = Tile(128, 1, 8, held=True, ahead=True)
 # The same where what follows a norm of each head is computed in fp16, two values in an instruction and a register.
 _QUERIES_FP16: Tile | None = Tile(8, 8, 4, 128, held=True, ahead=True, beside=4)
 _KEYS_FP16: Tile | None = Tile(128, 1, 8, 128, held=True, ahead=True, beside=2)
+if LAST_FIRST.value:
+    # With the other order of axes they would spill. Compiled, but not measured: the H200 had an older Triton.
+    _QUERIES = _QUERIES._replace(max_registers=160, beside=3)
+    _QUERIES_FP16 = Tile(8, 8, 4, 160, held=True, ahead=True, beside=3)
+    _KEYS_FP16 = Tile(128, 1, 8, held=True, ahead=True)
 _PORTABLE = 2  # as many more warps: elsewhere, with products by mma.sync, 64 channels a thread don't fit its registers
 _PROCESSORS = 132  # of a large GPU
 _START = 2  # tiles that the start of a program costs: its angles, weights and the rotation
