@@ -11,7 +11,7 @@ from .decision import show
 from .entry import kernel_entry
 from .kernels.int8_attention.limits import LIMITS
 from .mask import key_view
-from .qk import Groups, Layout, Prepared, QuantizedQK, expect
+from .qk import Groups, Layout, Prepared, QuantizedQK, expect, expect_type
 from .quantized import choose_config, default_scale, key_row, native_layout, require_kernel, version_of
 
 NOT_ROTATED = "none"
@@ -127,8 +127,7 @@ def join_qk(query: QuantizedSide, key: QuantizedSide) -> QuantizedQK:
     The LSE of such a pair is not available: it needs the query that was not rounded.
     """
     for name, side in (("query", query), ("key", key)):
-        if not isinstance(side, QuantizedSide):
-            raise ValueError(f"{name} is of type {type(side).__name__}; expected what int8_linear_qk() returns")
+        expect_type(name, side, QuantizedSide, "what int8_linear_qk() returns")
     if query.is_key or not key.is_key:
         given = ["key" if side.is_key else "query" for side in (query, key)]
         raise ValueError(f"given {given[0]}, {given[1]}; expected query, key")
@@ -181,8 +180,7 @@ def _check(
     wanted = {"x": x, "weight_int8": weight, "weight_scale": weight_scale}
     optional = {"bias": bias, "x_scale": x_scale}
     for name, given in (wanted | {name: given for name, given in optional.items() if given is not None}).items():
-        if not isinstance(given, torch.Tensor):
-            raise ValueError(f"{name} is of type {type(given).__name__}; expected a tensor")
+        expect_type(name, given, torch.Tensor, "a tensor")
     if x.dim() != 3 or x.stride(-1) != 1 or 0 in x.shape:
         raise ValueError(
             f"x is {show(x.shape)}, strides {show(x.stride())}; expected [B, L, C] with a contiguous last axis"

@@ -13,6 +13,7 @@ from .banded import Window, bias_of, flatten, whole
 from .decision import TileCounts
 from .kernels.sparse_attention.limits import H200, estimate_ms, torch_ms
 from .mask_summary import full_view
+from .tile_mask import has_values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,7 +80,7 @@ def load(file: Path) -> torch.Tensor:
         ) from None
     if not isinstance(given, torch.Tensor):
         raise ValueError(f"{file} holds a {type(given).__name__}; accepted: a tensor")
-    if given.is_nested or given.layout is not torch.strided or given.device.type == "meta":
+    if not has_values(given):
         kind = "nested" if given.is_nested else f"{given.layout} on {given.device}"
         raise ValueError(f"{file} holds a tensor that is {kind}; accepted: a dense one with its values")
     return given
@@ -112,7 +113,7 @@ def tile_kinds(
     """Kind of each tile, uint8 [nq, nk] on the CPU, and the numbers of queries and keys."""
     if isinstance(mask_or_windows, torch.Tensor):
         mask = mask_or_windows
-        if mask.layout != torch.strided or mask.is_nested or mask.is_meta:
+        if not has_values(mask):
             raise ValueError("the mask is sparse, nested or without values; accepted: a dense tensor")
         if not 2 <= mask.dim() <= 4 or not (mask.dtype == torch.bool or mask.is_floating_point()) or not mask.numel():
             raise ValueError(f"the mask is {mask.dtype} {list(mask.shape)}; accepted: bool or floating, [.., Q, K]")

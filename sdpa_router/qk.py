@@ -137,6 +137,12 @@ def expect(name: str, given: object, expected: object) -> None:
         raise ValueError(f"{name} is {given}; expected {expected}")
 
 
+def expect_type(name: str, given: object, kind: type, expected: str) -> None:
+    """Raise ValueError unless `given` is a `kind`, which `expected` says in words."""
+    if not isinstance(given, kind):
+        raise ValueError(f"{name} is of type {type(given).__name__}; expected {expected}")
+
+
 def _four(name: str, tensor: torch.Tensor) -> tuple[int, int, int, int]:
     if tensor.dim() != 4 or tensor.dtype != torch.int8:
         raise ValueError(

@@ -23,7 +23,7 @@ from .kernels.int8_attention.configs import (
     padded_head_dim,
 )
 from .mask import MaskKind, classify_mask, key_view
-from .qk import Groups, Layout, Prepared, QuantizedQK, expect
+from .qk import Groups, Layout, Prepared, QuantizedQK, expect, expect_type
 
 _LOG = logging.getLogger("sdpa_router.dispatch")
 _LOG2E = math.log2(math.e)
@@ -279,8 +279,8 @@ def _check_call(
     if scale is not None and not (isinstance(scale, (int, float)) and scale == quantized.softmax_scale):
         raise ValueError(f"scale is {scale!r}; expected None or {quantized.softmax_scale}, what was quantised with")
     check_flag("is_causal", is_causal)
-    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
-        raise ValueError(f"attn_mask is of type {type(attn_mask).__name__}; expected a tensor or None")
+    if attn_mask is not None:
+        expect_type("attn_mask", attn_mask, torch.Tensor, "a tensor or None")
     if is_causal and quantized.attn_mask is not None:
         raise ValueError("is_causal is True; expected False, for a mask was quantised with")
     if attn_mask is not None and not _same_mask(attn_mask, quantized):

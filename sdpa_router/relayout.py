@@ -11,7 +11,7 @@ import torch
 from .decision import show
 from .kernels.int8_attention.limits import LIMITS
 from .mask import MaskKind, classify_mask
-from .qk import Groups, Layout, QuantizedQK, expect
+from .qk import Groups, Layout, QuantizedQK, expect, expect_type
 from .quantized import version_of
 
 # Query rows of a thread block, to which scales are padded.
@@ -38,8 +38,8 @@ def convert(quantized: QuantizedQK, layout: Layout, *, requantize: bool = False)
     A value that was quantised with them stays behind; the mask must stay as it is, for the attention reads it.
     Raises ValueError, without requantize=True, where rows that would share a scale have different ones.
     """
-    _check_type("quantized", quantized, QuantizedQK, "a QuantizedQK")
-    _check_type("layout", layout, Layout, "a Layout")
+    expect_type("quantized", quantized, QuantizedQK, "a QuantizedQK")
+    expect_type("layout", layout, Layout, "a Layout")
     kv_len, q_len = quantized.kv_len, quantized.query.shape[2]
     source = quantized.layout
     factor = 1.0
@@ -68,7 +68,7 @@ def convert(quantized: QuantizedQK, layout: Layout, *, requantize: bool = False)
 
 def give(quantized: QuantizedQK, layout: Layout, requantize: bool) -> Foreign:
     """Return what a foreign kernel of this layout takes; raises ValueError for what it can't be given."""
-    _check_type("quantized", quantized, QuantizedQK, "a QuantizedQK")
+    expect_type("quantized", quantized, QuantizedQK, "a QuantizedQK")
     _check_width(layout, "quantized.query", quantized.query)
     converted = convert(quantized, layout, requantize=requantize)
     block = _QUERY_BLOCK.get(layout.name, 128)
@@ -94,12 +94,12 @@ def read(
     head_dim: int | None = None,
 ) -> QuantizedQK:
     """Return what a foreign library quantised; raises ValueError for parts that are not of this layout."""
-    _check_type("query_rotation", query_rotation, str, "a name")
+    expect_type("query_rotation", query_rotation, str, "a name")
     if query_rotation != key_rotation:
         raise ValueError(f"key_rotation is {key_rotation!r}; expected {query_rotation!r}, that of query")
     parts = {"query": given.query, "query_scale": given.query_scale, "key": given.key, "key_scale": given.key_scale}
     for name, part in parts.items():
-        _check_type(name, part, torch.Tensor, "a tensor")
+        expect_type(name, part, torch.Tensor, "a tensor")
     if type(softmax_scale) not in (int, float) or not abs(softmax_scale) <= LIMITS.max_scale:
         raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number of at most {LIMITS.max_scale:g}")
     if dtype not in LIMITS.dtypes:
@@ -133,17 +133,11 @@ def read(
     )
 
 
-def _check_type(name: str, given: object, kind: type, expected: str) -> None:
-    if not isinstance(given, kind):
-        raise ValueError(f"{name} is of type {type(given).__name__}; expected {expected}")
-
-
 def _check_mask(attn_mask: torch.Tensor | None, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     """Raise ValueError for what is no mask of keys over [batch, heads, queries, keys]."""
     if attn_mask is None:
         return
-    if not isinstance(attn_mask, torch.Tensor):
-        raise ValueError(f"attn_mask is of type {type(attn_mask).__name__}; expected a tensor or None")
+    expect_type("attn_mask", attn_mask, torch.Tensor, "a tensor or None")
     info = classify_mask(attn_mask, sizes[0], sizes[1], sizes[2], sizes[3])
     if info.kind is not MaskKind.PER_KEY or info.dtype not in (torch.bool, torch.float32, dtype):
         raise ValueError(

@@ -49,7 +49,7 @@ def tile_mask(
 
 def _of_bool(mask: torch.Tensor, q_len: int, kv_len: int, block: int) -> torch.Tensor:
     nq, nk = -(-q_len // block), -(-kv_len // block)
-    if not _plain(mask) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4 or mask.shape[-2:] != (nq, nk):
+    if not has_values(mask) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4 or mask.shape[-2:] != (nq, nk):
         raise ValueError(
             f"block_mask is {_name(mask)}; accepted: bool [.., {nq}, {nk}], a value for each block "
             f"of {block} queries and {block} keys of {q_len} and {kv_len}"
@@ -65,7 +65,11 @@ def _split(mask: torch.Tensor, block: int) -> torch.Tensor:
 def _of_lists(indices: Any, counts: Any, q_len: int, kv_len: int, block: int, validate: bool) -> torch.Tensor:
     nq, nk = -(-q_len // block), -(-kv_len // block)
     for name, given in (("indices", indices), ("counts", counts)):
-        if not isinstance(given, torch.Tensor) or not _plain(given) or given.dtype not in (torch.int32, torch.int64):
+        if (
+            not isinstance(given, torch.Tensor)
+            or not has_values(given)
+            or given.dtype not in (torch.int32, torch.int64)
+        ):
             raise ValueError(f"the block {name} are {_name(given)}; accepted: a tensor of int32 or int64")
     fits = indices.dim() >= 2 and indices.shape[:-1] == counts.shape and indices.shape[-2] == nq and indices.dim() <= 4
     if not fits or indices.device != counts.device:
@@ -146,7 +150,7 @@ def valid_keys(sizes: Any, kv_len: int, device: torch.device, validate: bool) ->
         raise ValueError(
             f"valid_sizes is {_name(sizes)}; accepted: integers [{count}], one for each key tile"
         ) from None
-    if not _plain(valid_sizes) or valid_sizes.dtype not in _INTEGERS or valid_sizes.shape != (count,):
+    if not has_values(valid_sizes) or valid_sizes.dtype not in _INTEGERS or valid_sizes.shape != (count,):
         raise ValueError(f"valid_sizes is {_name(valid_sizes)}; accepted: integers [{count}], one for each key tile")
     on_host = valid_sizes.device.type == "cpu"
     if (on_host or validate) and bool(((valid_sizes < 0) | (valid_sizes > TILE)).any()):
@@ -158,12 +162,13 @@ def valid_keys(sizes: Any, kv_len: int, device: torch.device, validate: bool) ->
     return within.reshape(1, 1, 1, -1)[..., :kv_len]
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a dense one that holds its values."""
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
 def _name(given: Any) -> str:
     if not isinstance(given, torch.Tensor):
         return type(given).__name__
-    kind = "" if _plain(given) else "meta " if given.is_meta else "sparse or nested "
+    kind = "" if has_values(given) else "meta " if given.is_meta else "sparse or nested "
     return f"{kind}{given.dtype} {list(given.shape)}"

@@ -133,10 +133,9 @@ def quantize(
     per_token: a scale for each key.  kept: instead of attn_mask, float32 [1 or B, 1 or H, N], 0 for keys that count and
     -inf for others; the answer has no bias then.  only_shift: these make the shift, and scales are those of all keys.
     """
-    shifted = _shift(key, attn_mask, config, query.shape[1] // key.shape[1], kept)
-    if only_shift:
-        shifted = shifted._replace(bias=None, bias_rows=1)
-    q, k = _both(query, key, shifted, scale, config, lse=lse, per_token=per_token)
+    q, k = quantize_pair(
+        query, key, attn_mask, scale, config, lse=lse, per_token=per_token, kept=kept, only_shift=only_shift
+    )
     return join(q, k if kept is None else k._replace(bias=None))
 
 
@@ -149,22 +148,13 @@ def quantize_pair(
     *,
     lse: bool,
     per_token: bool = False,
+    kept: torch.Tensor | None = None,
+    only_shift: bool = False,
 ) -> tuple[QuantizedQuery, QuantizedKey]:
-    """Quantise as quantize() does, to the same bits, and return both parts."""
-    shifted = _shift(key, attn_mask, config, query.shape[1] // key.shape[1])
-    return _both(query, key, shifted, scale, config, lse=lse, per_token=per_token)
-
-
-def _both(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    shifted: _Shifted,
-    scale: float,
-    config: Config,
-    *,
-    lse: bool,
-    per_token: bool,
-) -> tuple[QuantizedQuery, QuantizedKey]:
+    """Quantise as quantize() says and return both parts; of `kept` the key still holds the bias."""
+    shifted = _shift(key, attn_mask, config, query.shape[1] // key.shape[1], kept)
+    if only_shift:
+        shifted = shifted._replace(bias=None, bias_rows=1)
     k = _empty_key(key, config, per_token, shifted)
     q = _empty_query(query, shifted.shift if lse else None)
     _launch(query, key, q, k, shifted, scale, config, lse=lse, queries=True, keys=True)
