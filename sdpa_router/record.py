@@ -5,7 +5,6 @@ Under torch.compile and CUDA graphs the counts are traces and captures, not repl
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
 import json
@@ -25,6 +24,7 @@ import torch
 from . import recent
 from .decide import Call
 from .decision import Decision, Route
+from .forks import after_fork, at_exit
 from .settings import Settings
 from .sighting import Sighting, lock
 
@@ -33,6 +33,9 @@ logger = logging.getLogger("sdpa_router.dispatch")
 # Signatures kept apart; when there are more, they are folded into the totals and the next ones are kept.
 MAX_SIGHTINGS = 4096
 _TOP_REASONS = 3
+# Whose lines in the JSON file these are: pids come again, in containers each time.
+_BEGAN = time.time()
+_IMPORTED_BY = os.getpid()
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__))
 
 
@@ -94,13 +97,23 @@ def _forget() -> None:
     for recording in _open:
         recording.keep()
     if counts := _counts([(sighting, sighting.count) for sighting in known.values()]):
-        _write_json({"event": "counts", "pid": os.getpid(), "counts": counts})
+        _write_json({"event": "counts", "counts": counts})
     known.clear()
     recent.forget()
 
 
+def _begin_anew() -> None:
+    """Leave to the parent, in a forked child, what was counted before: it tells that itself."""
+    with lock:
+        known.clear()
+        _folded.clear()
+        recent.forget()
+        for recording in _open:
+            recording.begin()
+
+
 def stats() -> dict[str, Any]:
-    """Return what was decided since the start or the last reset_stats().
+    """Return what was decided in this process since its start, or the last reset_stats().
 
     calls: their number.  routes: calls by who answered, "int8", "sdpa" (torch) or another backend.  reasons: calls by
     reason code; a call may count under several.  signatures: one dict for each signature, as in `Recording.records`.
@@ -121,11 +134,15 @@ class Recording:
 
     def __enter__(self) -> Recording:
         with lock:
-            self._before = {sighting: sighting.count for sighting in known.values()}
-            self._forgotten = []
-            self._after = None
+            self.begin()
             _open.add(self)
         return self
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._before = {sighting: sighting.count for sighting in known.values()}
+        self._forgotten = []
+        self._after = None
 
     def __exit__(self, *error: object) -> None:
         with lock:
@@ -230,9 +247,10 @@ def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: i
     if not path or _json_broken:
         return
     try:
-        text = json.dumps(line if sighting is None else {**line, **sighting.record()}, allow_nan=False)
+        whose = {"pid": os.getpid(), "began": _BEGAN}
+        text = json.dumps({**line, **whose, **(sighting.record() if sighting else {})}, allow_nan=False)
         with lock, open(path, "a", encoding="utf-8") as file:
-            file.write(text + "\n")
+            file.write("\n" * _cut_short(path) + text + "\n")
     except Exception as error:
         _json_broken = True
         complaint = f"SDPA_ROUTER_JSONL={path} can't be written, no more lines follow: {error}"
@@ -243,18 +261,29 @@ def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: i
                 logger.warning("%s", complaint)
 
 
-@atexit.register
+def _cut_short(path: str) -> bool:
+    """Whether the last line of a file has no end: whoever wrote it was killed meanwhile, or the disk was full."""
+    with contextlib.suppress(OSError):
+        if os.path.isfile(path) and os.path.getsize(path):
+            with open(path, "rb") as file:
+                file.seek(-1, os.SEEK_END)
+                return file.read(1) != b"\n"
+    return False
+
+
 def _write_totals() -> None:
     with lock:
         counted = [(sighting, sighting.count) for sighting in known.values()]
         totals = _totals(counted)
     if totals["calls"]:
-        where = {"time": time.time(), "pid": os.getpid(), "devices": _devices()}
+        where = {"time": time.time(), "devices": _devices()}
         _write_json({"event": "totals", **where, **totals, "counts": _counts(counted)})
     asked = os.environ.get("SDPA_ROUTER_LOG", "").strip()
-    if asked and (totals["calls"] or multiprocessing.parent_process() is None):  # workers of a loader attend nothing
+    main = os.getpid() == _IMPORTED_BY and multiprocessing.parent_process() is None
+    if asked and (totals["calls"] or main):  # workers of a loader attend nothing
         unknown = f"sdpa_router: SDPA_ROUTER_LOG={asked} means nothing; accepted: info"
-        print(summary(totals) if asked.lower() == "info" else unknown, file=sys.stderr)
+        line = summary(totals) if asked.lower() == "info" else unknown
+        print(f"{line}\n", end="", file=sys.stderr)  # in one piece, as other processes write there too
 
 
 def _devices() -> list[str]:
@@ -279,3 +308,7 @@ def summary(totals: dict[str, Any]) -> str:
     top = sorted(totals["reasons"].items(), key=lambda item: -item[1])[:_TOP_REASONS]
     why = "; reasons: " + ", ".join(f"{code} {count}" for code, count in top) if top else ""
     return f"sdpa_router: {calls} attention calls, {routed} routed{share}: {who}{why}"
+
+
+at_exit(_write_totals)
+after_fork(_begin_anew)

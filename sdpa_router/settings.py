@@ -12,6 +12,7 @@ import torch
 
 from . import scalars
 from .backends.base import backend_names
+from .forks import free_after_fork
 from .kernels.int8_attention.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ OFF = "off"
 _kept = _Kept()
 skipping: set[str] = set()  # names of settings with a skip
 _names: dict[Settings, str] = {}
-_lock = threading.Lock()
+_lock = free_after_fork(threading.Lock())
 
 
 class _Active(threading.local):

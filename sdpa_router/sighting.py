@@ -15,12 +15,13 @@ import torch
 from .by_tile import PATIENCE, worth_a_look
 from .decide import PLAIN_TYPES, Call
 from .decision import Decision, Reason, Route, show
+from .forks import free_after_fork
 from .settings import Settings
 
 if TYPE_CHECKING:
     from torch.multiprocessing.reductions import StorageWeakRef
 
-lock = threading.RLock()  # of all counts and decisions
+lock = free_after_fork(threading.RLock())  # of all counts and decisions
 _numbers = itertools.count()
 
 
