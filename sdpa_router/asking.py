@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 
@@ -11,7 +10,7 @@ import torch
 from . import run
 from .backends.base import find_backend
 from .call import Call
-from .choose import choose, failure
+from .choose import attach, choose, failure
 from .decision import Code, Decision, Reason, UnsupportedError
 from .mask_summary import full_view, summarised
 from .record import known, logger, sight
@@ -39,12 +38,9 @@ def ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tenso
             continue
         try:
             reasons = tuple(backend.reasons_now(call)) if backend.reasons_now is not None else ()
-            if reasons:
-                sighting = _without(sighting, call, reasons)
-                continue
-            if sighting.decision.mask.tiles is not None:
+            if not reasons and sighting.decision.mask.tiles is not None:
                 out = _answer_by_tile(call)
-            else:
+            elif not reasons:
                 out = run.backend(backend, call, sighting.settings, attention, sighting)
         except Exception as error:
             if sighting.settings.on_error == "raise":
@@ -57,8 +53,10 @@ def ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tenso
             sighting.instead = instead
             sighting = instead
             continue
-        sighting.tick()
-        return out
+        if not reasons:
+            sighting.tick()
+            return out
+        sighting = _without(sighting, call, reasons)
     sighting.tick()
     if sighting.settings.on_unsupported == "raise" and sighting.decision.reasons:
         raise UnsupportedError(sighting.decision)
@@ -89,14 +87,6 @@ def log_failures(decision: Decision, before: Decision | None = None) -> None:
 
 def _failed(reasons: tuple[Reason, ...]) -> list[Reason]:
     return [reason for reason in reasons if reason.code is Code.BACKEND_FAILED]
-
-
-def attach(error: Exception, decision: Decision) -> None:
-    """Let the error of a backend tell which decision led there, as `.decision` and as a note."""
-    with contextlib.suppress(Exception):  # a frozen dataclass takes neither, and is to surface all the same
-        error.decision = decision  # type: ignore[attr-defined]
-        notes = getattr(error, "__notes__", [])
-        error.__notes__ = [*notes, f"sdpa_router chose {decision}"]  # type: ignore[attr-defined]
 
 
 def _answer_by_tile(call: Call) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Code(_Text):
     DEVICE = (
         "device",
         "given {given}; the kernel takes {accepted}",
-        "Move the tensors to a GPU, or set `TRITON_INTERPRET=1` to try the route on a CPU.",
+        "Move the tensors to a GPU.",
     )
     CAPABILITY = (
         "capability",

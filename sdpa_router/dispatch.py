@@ -12,9 +12,9 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from . import run
-from .asking import ask, attach, log_failures
+from .asking import ask, log_failures
 from .by_tile import PATIENCE, counts_of, refine, unknown
-from .choose import choose
+from .choose import attach, choose
 from .decide import Call, mask_cast_note, needs_mask_cast
 from .decision import Code, Decision, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS

@@ -571,8 +571,29 @@ def test_reasons_that_raise_are_errors_of_the_backend(registered, where):
         assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
     assert stats()["reasons"] == {Code.BACKEND_FAILED: 1}
     assert "LookupError: no such table" in stats()["signatures"][-1]["detail"]
-    with route(backends=("mine",)), pytest.raises(LookupError, match="no such table"):
+    with route(backends=("mine",)), pytest.raises(LookupError, match="no such table") as caught:
         F.scaled_dot_product_attention(*tensors)
+    assert "sdpa_router" in caught.value.__notes__[0]
+    assert caught.value.decision.mask.kind is sdpa_router.MaskKind.NONE
+
+
+def test_an_error_in_reasons_tells_the_decision_so_far(registered):
+    def broken(call, settings):
+        raise LookupError("no such table")
+
+    registered(mine("narrow", reasons=(Reason(Code.HEAD_DIM, 64, 8),)))
+    registered(dataclasses.replace(mine("second"), reasons_against=broken))
+    registered(mine("now", now=lambda call: iter([Reason(Code.STREAM, "another", "the default")])))
+    tensors = draw()
+    for ask in (lambda *given: F.scaled_dot_product_attention(*given), explain):
+        with route(backends=("narrow", "second")), pytest.raises(LookupError) as caught:
+            ask(*tensors)
+        told = {name: [reason.code for reason in reasons] for name, reasons in caught.value.decision.passed_over}
+        assert told == {"narrow": [Code.HEAD_DIM], "second": [Code.BACKEND_FAILED]}
+        assert caught.value.__notes__[-1].startswith("sdpa_router decided so far: sdpa (mask: none), not narrow")
+    with route(backends=("now", "second")), pytest.raises(LookupError) as caught:
+        F.scaled_dot_product_attention(*tensors)
+    assert [name for name, _ in caught.value.decision.passed_over] == ["now", "second"]
 
 
 def test_reasons_that_raise_are_logged_once(registered, caplog):
@@ -636,6 +657,48 @@ def test_however_a_package_breaks_it_is_a_reason(monkeypatch, tmp_path, body):
     assert reason.code is Code.PACKAGE
     assert "sageattention can't be used" in reason.detail
     assert ": ;" not in reason.detail
+
+
+@pytest.mark.parametrize("name", ["fa3", "comfy", "sage"])
+@pytest.mark.parametrize("body", [None, "raise OSError('libcudart.so.13: cannot open shared object file')"])
+def test_the_words_of_an_import_are_told_where_the_device_is_wrong_too(monkeypatch, tmp_path, capsys, name, body):
+    module = {"fa3": "flash_attn_interface", "comfy": "comfy_kitchen", "sage": "sageattention"}[name]
+    if body is None:
+        monkeypatch.setitem(sys.modules, module, None)
+    else:
+        (tmp_path / f"{module}.py").write_text(body)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr({"fa3": fa3, "comfy": comfy, "sage": sage}[name], "on_gpu", on_gpu)
+    with route(backends=(name,)):
+        package, device = explain(*draw()).reasons
+    assert (package.code, device.code) == (Code.PACKAGE, Code.DEVICE)
+    words = "is not installed" if body is None else f"{module} can't be used: OSError: libcudart.so.13: cannot open"
+    assert words in package.detail
+    assert "cpu tensors" in device.detail
+    assert cli.main(["info", "--json"]) == 0
+    why = json.loads(capsys.readouterr().out)["backends"][name]
+    assert why == f"no, {package.detail}, and {device.detail}"
+
+
+def test_what_a_package_says_when_it_is_asked_is_a_reason_too(monkeypatch):
+    stand_ins.Comfy().module(monkeypatch).int8_attention_is_available = lambda device: 1 / 0
+    (reason,) = choose(Call(*draw()), Settings(backends=("comfy",))).reasons
+    assert reason.code is Code.PACKAGE
+    assert "comfy_kitchen can't be used: ZeroDivisionError: division by zero" in reason.detail
+
+
+def test_a_rocm_gpu_is_no_cuda_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert on_gpu(torch.device("cuda"), (8, 0)).code is Code.CAPABILITY, "whose advice is not to move to a GPU"
+
+
+def test_the_advice_on_a_device_holds_for_every_backend():
+    """Triton's interpreter is for our own kernel alone, whose sentence names it."""
+    assert "TRITON_INTERPRET" not in Code.DEVICE.cure
+    with route(backends=("torch-cudnn", "torch-math")):
+        assert "TRITON_INTERPRET" not in str(explain(*draw()))
 
 
 def test_a_function_of_another_signature_is_a_reason(monkeypatch):
