@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import warnings
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     if sys.stdout is None:  # closed by the shell: nobody reads
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # of an encoding that lacks the characters of a table or a name
+        sys.stdout.reconfigure(errors="replace")
     usual, warnings.formatwarning = warnings.formatwarning, _formatted
     try:
         try:
@@ -157,10 +160,9 @@ def _new_file(text: str) -> Path:
 
 
 def _file(text: str) -> Path:
-    path = Path(text)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"given {text!r}, accepted: a file that exists")
-    return path
+    if not os.path.isfile(text) or not os.access(text, os.R_OK):
+        raise argparse.ArgumentTypeError(f"given {text!r}, accepted: a file that exists and can be read")
+    return Path(text)
 
 
 def _new_picture(text: str) -> Path:

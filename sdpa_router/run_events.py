@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +15,10 @@ Check = Callable[[Any], bool]
 Checks = Mapping[str, tuple[Check, bool]]
 
 _MOST = 2**63
-# Control characters, which a terminal obeys, and the bytes of a path that is no UTF-8, which no page can hold.
-_UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_LARGEST = 1e15  # of milliseconds or seconds; sums of such are numbers still
+# Control characters, which a terminal obeys, marks that turn a line around, and the bytes of a path that is no UTF-8,
+# which no page can hold.
+_UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -92,7 +93,7 @@ def _whole(value: Any) -> bool:
 
 
 def _positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < 1e300 and math.isfinite(value)
+    return type(value) in (int, float) and 0 < value < _LARGEST
 
 
 def _list_of(check: Check) -> Check:

@@ -543,6 +543,8 @@ WRONG_ANSWERS = {
     "dtype": lambda query: query.double(),
     "device": lambda query: query.to("meta"),
     "last stride": lambda query: query.transpose(2, 3).contiguous().transpose(2, 3),
+    "nested": lambda query: torch.nested.nested_tensor([query[0]]),
+    "sparse": lambda query: query.to_sparse(),
 }
 
 
@@ -558,6 +560,17 @@ def test_what_is_no_answer_is_an_error_of_the_backend(registered, kind, on_error
             with pytest.raises(TypeError, match=r"backend 'mine' answered with .*; accepted: a tensor") as caught:
                 F.scaled_dot_product_attention(*tensors)
             assert caught.value.decision.backend == "mine"
+
+
+def test_an_answer_with_a_graph_leaves_it_behind(registered):
+    weight = torch.nn.Parameter(torch.randn(1, 2, 64, 64).to(BF16))
+    answers = [weight, weight * 2, weight.detach()]
+    registered(mine(run=lambda call, settings, attention: answers[0]))
+    with route(backends=("mine",)):
+        while answers:
+            out = F.scaled_dot_product_attention(*draw())
+            assert torch.equal(out, answers.pop(0))
+            assert (type(out), out.requires_grad) == (torch.Tensor, False)
 
 
 @pytest.mark.parametrize("where", ["reasons_against", "reasons_now"])

@@ -246,7 +246,22 @@ def test_files_that_are_no_record_are_refused(tmp_path, capsys, text):
     assert not (tmp_path / "out.html").exists()
 
 
-VALUES = (None, True, -1, 5, 1e400, float("nan"), 10**400, "<script>", "\x1b[2J\udce9", [], {}, [None], {"a": None})
+VALUES = (
+    None,
+    True,
+    -1,
+    5,
+    1e299,
+    1e400,
+    float("nan"),
+    10**400,
+    "<script>",
+    "\x1b[2J\udce9\u202e",
+    [],
+    {},
+    [None],
+    {"a": None},
+)
 
 
 def _places(value, place=()):
@@ -288,7 +303,9 @@ def test_whatever_a_line_holds_it_is_shown_escaped_or_refused(tmp_path, capsys, 
             continue
         outcomes["shown"] += 1
         assert "<script" not in out.read_text(encoding="utf-8"), (place, value)
-        assert "\x1b" not in told.out + out.read_text(encoding="utf-8"), (place, value)
+        for text in (told.out, out.read_text(encoding="utf-8")):
+            assert not {"\x1b", "\u202e"} & {*text}, (place, value)
+            assert not re.search(r"\b(nan|inf)\b", text), (place, value)
     assert min(outcomes["refused"], outcomes["shown"]) > 5
 
 
@@ -316,6 +333,23 @@ def test_bad_arguments_are_refused(run_file, capsys):
             cli.main(arguments)
         assert stop.value.code == 2
         assert "accepted" in capsys.readouterr().err
+
+
+def test_a_stdout_of_few_characters_shows_others_as_question_marks(run_file):
+    run_file.write_text(json.dumps(event(0, LONG, LONG, backend="größe")) + "\n")
+    command = [sys.executable, "-m", "sdpa_router", "report", str(run_file), "--text"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    assert b"gr??e" in subprocess.run(command, env=environment, capture_output=True, check=True, timeout=120).stdout
+
+
+def test_a_file_that_can_not_be_read_is_no_trouble_with_writing(run_file, capsys, monkeypatch):
+    for name in (str(run_file), "a" * 5000 + ".jsonl", str(run_file.parent)):
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        for arguments in (["report", name, "--text"], ["tune", "--shapes", name]):
+            with pytest.raises(SystemExit) as stop:
+                cli.main(arguments)
+            assert stop.value.code == 2
+            assert "accepted: a file that exists and can be read" in capsys.readouterr().err
 
 
 def test_the_tables(run_file, capsys, monkeypatch):
