@@ -36,6 +36,7 @@ def ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tenso
             gone = Reason(Code.PACKAGE, f"no backend {name!r}", "one that is registered")
             sighting = _without(sighting, call, (gone,))
             continue
+        sighting.tick()  # before it runs: when all is judged anew meanwhile, later ticks are lost
         try:
             reasons = tuple(backend.reasons_now(call)) if backend.reasons_now is not None else ()
             if not reasons and sighting.decision.mask.tiles is not None:
@@ -44,9 +45,9 @@ def ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tenso
                 out = run.backend(backend, call, sighting.settings, attention, sighting)
         except Exception as error:
             if sighting.settings.on_error == "raise":
-                sighting.tick()
                 attach(error, sighting.decision)
                 raise
+            sighting.untick()
             passes = isinstance(error, _PASSES)
             sighting.asked_again = time.monotonic() + _PAUSE_S if passes else math.inf
             instead = _without(sighting, call, (failure(error),), passes=passes)
@@ -54,8 +55,8 @@ def ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tenso
             sighting = instead
             continue
         if not reasons:
-            sighting.tick()
             return out
+        sighting.untick()
         sighting = _without(sighting, call, reasons)
     sighting.tick()
     if sighting.settings.on_unsupported == "raise" and sighting.decision.reasons:

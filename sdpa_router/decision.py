@@ -402,3 +402,5 @@ def show(value: object) -> str:
         return str(value)
     except ValueError:  # an int of more digits than Python prints
         return f"a huge {type(value).__name__}"
+    except Exception:  # what a registered backend gives may say anything
+        return f"a {type(value).__name__}"

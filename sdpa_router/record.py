@@ -36,6 +36,8 @@ _TOP_REASONS = 3
 # Whose lines in the JSON file these are: pids come again, in containers each time.
 _BEGAN = time.time()
 _IMPORTED_BY = os.getpid()
+# Where relative paths lead from: a program that changes its folder has one record all the same.
+_FOLDER = os.getcwd() if os.path.exists(".") else ""
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__))
 
 
@@ -249,6 +251,7 @@ def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: i
     try:
         whose = {"pid": os.getpid(), "began": _BEGAN}
         text = json.dumps({**line, **whose, **(sighting.record() if sighting else {})}, allow_nan=False)
+        path = os.path.join(_FOLDER, path)
         with lock, open(path, "a", encoding="utf-8") as file:
             file.write("\n" * _cut_short(path) + text + "\n")
     except Exception as error:

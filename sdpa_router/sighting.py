@@ -60,7 +60,7 @@ class Sighting:
         self._time = time.time()
         self._caller = caller
         self._call = {name: _metadata(getattr(call, name)) for name in call._fields}
-        # next() of a count is atomic where "+= 1" is not; a reading takes a tick too, which _reads makes up for.
+        # next() of a count is atomic where "+= 1" is not; a reading takes a tick too, which _reads takes off.
         self._ticks = itertools.count()
         self._reads = 0
         self.tick = self._ticks.__next__
@@ -72,6 +72,11 @@ class Sighting:
             count = next(self._ticks) - self._reads
             self._reads += 1
         return count
+
+    def untick(self) -> None:
+        """Take back a tick: somebody else answers."""
+        with lock:
+            self._reads += 1
 
     @property
     def outcome(self) -> tuple[str, tuple[str, ...]]:

@@ -318,6 +318,30 @@ def test_reasons_of_now_are_asked_at_every_call(registered):
     assert stats()["reasons"] == {"stream": 2}
 
 
+@pytest.mark.parametrize("on_error", ["raise", "fallback"])
+def test_a_call_during_which_all_is_judged_anew_counts(registered, on_error):
+    def run(call, settings, attention):
+        registered(mine(f"other{len(base._registered)}"))
+        return attention(*call[:3])
+
+    registered(mine(run=run))
+    with route(backends=("mine",), on_error=on_error):
+        for _ in range(3):
+            F.scaled_dot_product_attention(*draw())
+    assert stats()["routes"] == {"int8": 0, "sdpa": 0, "mine": 3}
+
+
+def test_a_reason_that_can_not_be_shown_is_shown_as_what_it_is(registered):
+    class Mute:
+        def __str__(self):
+            raise RuntimeError
+
+    registered(mine(reasons=(Reason(Code.HEAD_DIM, Mute(), 8),)))
+    with route(backends=("mine",)):
+        assert_right(F.scaled_dot_product_attention(*(tensors := draw())), *tensors)
+    assert "head_dim is a Mute" in stats()["signatures"][0]["detail"]
+
+
 def test_the_limits_of_a_registered_backend_hold(registered):
     """What it doesn't take never reaches it, though it names no reason of its own."""
     narrow = BackendLimits(dtypes=(BF16,), max_head_dim=64, causal="none", gqa=False, max_scale=2.0)
