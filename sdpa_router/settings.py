@@ -92,7 +92,7 @@ def _meant(backends: object, known: tuple[str, ...]) -> str:
     given = backends.split(",") if isinstance(backends, str) else backends if isinstance(backends, tuple) else ()
     texts = [name.strip().lower() for name in given if isinstance(name, str)]
     names = [close for text in texts for close in difflib.get_close_matches(text, (*known, FASTEST), 1)]
-    meant = FASTEST if names == [FASTEST] else tuple(dict.fromkeys(names))
+    meant = FASTEST if FASTEST in names else tuple(dict.fromkeys(names))
     return f"; did you mean {meant!r}?" if names else ""
 
 

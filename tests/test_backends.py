@@ -197,6 +197,13 @@ def test_the_command_explains_any_order(capsys):
     assert capsys.readouterr().out.startswith("comfy (mask: none)")
     assert cli.main(["explain", *shapes[:4], "--backends", "comfy, fa3, torch"]) == 0
     assert capsys.readouterr().out.startswith("comfy (mask: none)")
+    assert cli.main(["explain", *shapes[:4], "--backends", " fastest "]) == 0
+    assert "not fa3 because not_measured" in capsys.readouterr().out
+    for names, answers in {"torch-flash,torch-cudnn": "torch-cudnn", "torch-flash": "sdpa"}.items():
+        assert cli.main(["explain", *shapes, "--backends", names]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["backend"] == answers, "by shape alone, which torch's own checks can't be asked about"
+        assert [reason["code"] for reason in found["passed_over"]["torch-flash"]] == ["mask"]
     with pytest.raises(SystemExit):
         cli.main(["explain", *shapes, "--backends", "nobody"])
     assert "accepted: 'fastest' or different names" in capsys.readouterr().err
