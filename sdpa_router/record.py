@@ -283,9 +283,10 @@ def _write_totals() -> None:
         _write_json({"event": "totals", **where, **totals, "counts": _counts(counted)})
     asked = os.environ.get("SDPA_ROUTER_LOG", "").strip()
     main = os.getpid() == _IMPORTED_BY and multiprocessing.parent_process() is None
-    if asked and (totals["calls"] or main):  # workers of a loader attend nothing
+    known_level = asked.lower() == "info"
+    if asked and (main or (totals["calls"] and known_level)):  # workers of a loader attend nothing
         unknown = f"sdpa_router: SDPA_ROUTER_LOG={asked} means nothing; accepted: info"
-        line = summary(totals) if asked.lower() == "info" else unknown
+        line = summary(totals) if known_level else unknown
         print(f"{line}\n", end="", file=sys.stderr)  # in one piece, as other processes write there too
 
 

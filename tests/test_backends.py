@@ -725,6 +725,16 @@ def test_the_words_of_an_import_are_told_where_the_device_is_wrong_too(monkeypat
     assert why == f"no, {package.detail}, and {device.detail}"
 
 
+def test_what_a_package_prints_when_it_is_imported_is_no_part_of_info(monkeypatch, tmp_path, capsys):
+    (tmp_path / "sageattention.py").write_text("print('hello')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sageattention", raising=False)
+    assert cli.main(["info", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["backends"]["sage"].startswith("no, sageattention can't be used: AttributeError")
+    assert told.err == "hello\n"
+
+
 def test_what_a_package_says_when_it_is_asked_is_a_reason_too(monkeypatch):
     stand_ins.Comfy().module(monkeypatch).int8_attention_is_available = lambda device: 1 / 0
     (reason,) = choose(Call(*draw()), Settings(backends=("comfy",))).reasons

@@ -86,6 +86,11 @@ def test_a_child_without_calls_says_nothing(tmp_path):
     assert read_run(path).calls == 3
 
 
+def test_an_unknown_level_is_told_once():
+    (line,) = run_script(PROCESS, SDPA_ROUTER_LOG="debug").stderr.splitlines()
+    assert line == "sdpa_router: SDPA_ROUTER_LOG=debug means nothing; accepted: info"
+
+
 def test_a_child_that_ends_without_handlers_has_its_rows_in_the_file(tmp_path):
     path = tmp_path / "run.jsonl"
     run_script(FORK.format("    attend(5, torch.zeros(8, 8)); os._exit(0)"), SDPA_ROUTER_JSONL=str(path))
