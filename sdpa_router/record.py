@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
-import multiprocessing
 import os
 import sys
 import time
@@ -25,6 +23,7 @@ from . import recent
 from .decide import Call
 from .decision import Decision, Route
 from .forks import after_fork, at_exit
+from .run_writer import append, devices, tell
 from .settings import Settings
 from .sighting import Sighting, lock
 
@@ -32,12 +31,6 @@ logger = logging.getLogger("sdpa_router.dispatch")
 
 # Signatures kept apart; when there are more, they are folded into the totals and the next ones are kept.
 MAX_SIGHTINGS = 4096
-_TOP_REASONS = 3
-# Whose lines in the JSON file these are: pids come again, in containers each time.
-_BEGAN = time.time()
-_IMPORTED_BY = os.getpid()
-# Where relative paths lead from: a program that changes its folder has one record all the same.
-_FOLDER = os.getcwd() if os.path.exists(".") else ""
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__))
 
 
@@ -249,11 +242,8 @@ def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: i
     if not path or _json_broken:
         return
     try:
-        whose = {"pid": os.getpid(), "began": _BEGAN}
-        text = json.dumps({**line, **whose, **(sighting.record() if sighting else {})}, allow_nan=False)
-        path = os.path.join(_FOLDER, path)
-        with lock, open(path, "a", encoding="utf-8") as file:
-            file.write("\n" * _cut_short(path) + text + "\n")
+        with lock:
+            append(path, line if sighting is None else {**line, **sighting.record()})
     except Exception as error:
         _json_broken = True
         complaint = f"SDPA_ROUTER_JSONL={path} can't be written, no more lines follow: {error}"
@@ -264,54 +254,14 @@ def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: i
                 logger.warning("%s", complaint)
 
 
-def _cut_short(path: str) -> bool:
-    """Whether the last line of a file has no end: whoever wrote it was killed meanwhile, or the disk was full."""
-    with contextlib.suppress(OSError):
-        if os.path.isfile(path) and os.path.getsize(path):
-            with open(path, "rb") as file:
-                file.seek(-1, os.SEEK_END)
-                return file.read(1) != b"\n"
-    return False
-
-
 def _write_totals() -> None:
     with lock:
         counted = [(sighting, sighting.count) for sighting in known.values()]
         totals = _totals(counted)
     if totals["calls"]:
-        where = {"time": time.time(), "devices": _devices()}
+        where = {"time": time.time(), "devices": devices()}
         _write_json({"event": "totals", **where, **totals, "counts": _counts(counted)})
-    asked = os.environ.get("SDPA_ROUTER_LOG", "").strip()
-    main = os.getpid() == _IMPORTED_BY and multiprocessing.parent_process() is None
-    known_level = asked.lower() == "info"
-    if asked and (main or (totals["calls"] and known_level)):  # workers of a loader attend nothing
-        unknown = f"sdpa_router: SDPA_ROUTER_LOG={asked} means nothing; accepted: info"
-        line = summary(totals) if known_level else unknown
-        print(f"{line}\n", end="", file=sys.stderr)  # in one piece, as other processes write there too
-
-
-def _devices() -> list[str]:
-    if not torch.cuda.is_initialized():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
-def summary(totals: dict[str, Any]) -> str:
-    """Return totals as one line: calls, how many of them were routed, and the most frequent reasons.
-
-    >>> summary({"calls": 4, "routes": {"int8": 3, "sdpa": 1}, "reasons": {"short": 1}})
-    'sdpa_router: 4 attention calls, 3 routed (75 %): int8 3, torch 1; reasons: short 1'
-    """
-    if not totals["calls"]:
-        return "sdpa_router: no attention call came by; only those inside route() or of an enabled module do"
-    calls, routes = totals["calls"], dict(totals["routes"])
-    native = routes.pop(Route.SDPA.value)
-    routed = calls - native
-    share = f" ({routed / calls:.0%})".replace("%", " %")
-    who = ", ".join(f"{name} {count}" for name, count in {**routes, "torch": native}.items() if count)
-    top = sorted(totals["reasons"].items(), key=lambda item: -item[1])[:_TOP_REASONS]
-    why = "; reasons: " + ", ".join(f"{code} {count}" for code, count in top) if top else ""
-    return f"sdpa_router: {calls} attention calls, {routed} routed{share}: {who}{why}"
+    tell(totals)
 
 
 at_exit(_write_totals)

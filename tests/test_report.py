@@ -19,9 +19,9 @@ import torch
 
 from sdpa_router import Code, cli, cost_files
 from sdpa_router.costs import Point, Size, Table
-from sdpa_router.record import summary
 from sdpa_router.report_page import mask_picture, page
 from sdpa_router.run_file import read_run
+from sdpa_router.run_writer import summary
 from sdpa_router.tune import recorded_shapes
 
 SCRIPT = """
