@@ -71,9 +71,11 @@ def _without(sighting: Sighting, call: Call, reasons: tuple[Reason, ...], *, pas
     key = ("without", sighting, tuple(reason.code for reason in reasons), passes)
     made = known.get(key)
     if made is None:
-        made = sight(key, call, choose(call, sighting.settings, refused), sighting.settings)
+        decision = choose(call, sighting.settings, refused)
+        made = sight(key, call, decision, sighting.settings)
         made.refused = refused
-        log_failures(made.decision, sighting.decision)
+        if made.decision is decision:  # else another thread was first
+            log_failures(decision, sighting.decision)
     return made
 
 

@@ -208,7 +208,7 @@ def _judge(call: Call, name: str, skipped: bool, signature: Hashable) -> Sightin
         settings = dataclasses.replace(settings, skip=lambda _: skipped)  # asked once a call
     decision = choose(call, settings)
     sighting = sight(signature or (name, str(decision)), call, decision, settings)
-    if not sighting.count:
+    if sighting.decision is decision:  # else it is known, or another thread was first
         log_failures(decision)
     return sighting
 

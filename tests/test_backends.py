@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import sys
+import threading
 import types
 
 import hypothesis
@@ -656,6 +657,35 @@ def test_reasons_that_raise_are_logged_once(registered, caplog):
     with caplog.at_level(logging.WARNING), route(backends=("mine", "second"), on_error="fallback"):
         F.scaled_dot_product_attention(*tensors)
     assert [message.partition(" failed")[0] for message in caplog.messages] == ["mine", "second"]
+
+
+@pytest.mark.parametrize("where", ["reasons_against", "reasons_now", "run"])
+def test_what_fails_in_two_threads_at_once_is_logged_once(registered, caplog, where):
+    both = threading.Barrier(2, timeout=60)
+
+    def broken(*arguments):
+        both.wait()
+        raise LookupError("no such table")
+
+    def asked(call, settings):
+        both.wait()
+        yield Reason(Code.HEAD_DIM, 64, 8)
+
+    def work():
+        with route(backends=("mine", "next"), on_error="fallback"):
+            F.scaled_dot_product_attention(*tensors)
+
+    registered(dataclasses.replace(mine(), **{where: broken}))
+    registered(dataclasses.replace(mine("next"), reasons_against=asked))
+    tensors = draw()
+    with caplog.at_level(logging.WARNING):
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(caplog.messages) == 1
+    assert stats()["routes"] == {"int8": 0, "sdpa": 2}
 
 
 def test_raise_on_unsupported_counts_every_backend(registered):
