@@ -82,7 +82,7 @@ def _against(name: str, call: Call, settings: Settings, table: Table | None) -> 
     if settings.max_error is not None:
         error = _error_class(backend, table)
         if error is None or error > settings.max_error:
-            given = "not known" if error is None else round(error, 4)
+            given = "not known" if error is None else f"{error:.4g}"
             reasons += (Reason(Code.ERROR_CLASS, given, f"at most {settings.max_error}"),)
     return reasons
 

@@ -187,6 +187,12 @@ def test_max_error_leaves_out_rough_backends(monkeypatch):
     assert choose(Call(*tensors), Settings(backends=("comfy", "fa3"), max_error=0.02)).backend == "comfy"
 
 
+def test_a_small_error_is_not_told_as_none(registered):
+    registered(dataclasses.replace(mine(), limits=BackendLimits(error=1e-6)))
+    decision = choose(Call(*draw()), Settings(backends=("mine",), max_error=1e-9))
+    assert "the error class is 1e-06; max_error accepts at most 1e-09" in str(decision)
+
+
 def test_the_command_explains_any_order(capsys):
     shapes = ["--q", "1,24,4096,128", "--k", "1,24,512,128", "--mask", "full", "--json"]
     assert cli.main(["explain", *shapes, "--backends", "comfy,fa3,torch"]) == 0
