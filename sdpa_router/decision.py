@@ -56,7 +56,7 @@ class Code(_Text):
     DEVICE = (
         "device",
         "given {given}; the kernel takes {accepted}",
-        "Move the tensors to a GPU, or set `TRITON_INTERPRET=1` to try the route on a CPU.",
+        "Move the tensors to a GPU.",
     )
     CAPABILITY = (
         "capability",
@@ -402,3 +402,5 @@ def show(value: object) -> str:
         return str(value)
     except ValueError:  # an int of more digits than Python prints
         return f"a huge {type(value).__name__}"
+    except Exception:  # what a registered backend gives may say anything
+        return f"a {type(value).__name__}"
