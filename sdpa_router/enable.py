@@ -45,7 +45,8 @@ def enable(
     module its skip must be a named function of some module, not a lambda.
     fuse_qk: let diffusers' blocks (Wan, Flux, Qwen-Image, LTX) norm, rotate and quantise query and key in one pass
     where a call is routed to int8; the log says which blocks don't match, and why. They take their plain path under
-    torch.compile, and with a skip, pv="fp8" or on_error="fallback".
+    torch.compile, a trace, autocast or a TorchFunctionMode, and with a skip, pv="fp8", on_error="fallback" or a backend
+    of set_attention_backend().
     Raises TypeError for anything but a torch.nn.Module with a plain forward, ValueError for a pattern that matches
     nothing, and for a module that can't attend, such as one of linear layers, or where Python doesn't see it, as in
     TorchScript.
