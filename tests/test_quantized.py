@@ -155,6 +155,7 @@ def test_under_compile_the_graph_breaks_and_the_answer_stays():
         ({"attn_mask": torch.ones(1, 1, 1, 131, dtype=torch.bool)}, ("attn_mask is another", "was quantised with")),
         ({"attn_mask": torch.zeros(1, 1, 1, 131)}, ("attn_mask is another float32", "was quantised with")),
         ({"return_lse": True}, ("return_lse is True", "lse=True")),
+        ({"lse": torch.zeros(1, 2, 70)}, ("lse is given", "lse=True")),
         ({"pv": "fp8"}, ("pv is fp8", "quantize_qk")),
         ({"out": torch.zeros(1, 2, 70, 63)}, ("out is", "[1, 2, 70, 64]")),
         ({"precision": "high"}, ("precision is high", "auto")),
