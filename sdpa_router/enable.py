@@ -55,6 +55,8 @@ def enable(
     >>> enable(pipe.transformer, skip=lambda call: call.query.shape[2] != call.key.shape[2])  # no cross-attention
     """
     check_module("enable", module)
+    if not isinstance(fuse_qk, bool):
+        raise TypeError(f"fuse_qk is {fuse_qk!r}; accepted: True or False")
     settings = Settings(
         on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error, by_tile
     )

@@ -114,7 +114,8 @@ def attend(
     if lse is not None:
         check_buffer("lse", lse, quantized.query, quantized.shape[:3], torch.float32)
     held = quantized.key if value is None else value
-    check_memory(Call(quantized.query, quantized.key, held, quantized.attn_mask), out, lse)
+    if out is not None or lse is not None:
+        check_memory(Call(quantized.query, quantized.key, held, quantized.attn_mask), out, lse, _others_of(quantized))
     if out is None:
         out = _empty_out(quantized)
     if lse is None and return_lse:
@@ -319,6 +320,14 @@ def _same_mask(given: torch.Tensor, quantized: QuantizedQK) -> bool:
 def negated(values: torch.Tensor) -> torch.Tensor:
     """-values in int8, where -128, which foreign quantisers may give, has no opposite."""
     return values.clamp(min=-127).neg()
+
+
+def _others_of(quantized: QuantizedQK) -> dict[str, torch.Tensor | None]:
+    """What the kernel reads besides query, key, value and mask, by a name for errors."""
+    others = {name: getattr(quantized, name) for name in ("query_scale", "key_scale", "key_shift", "lse_term")}
+    inner = () if quantized.prepared is None else quantized.prepared.tensors()
+    values = () if quantized.value is None else quantized.value
+    return others | {f"quantized, part {place}": part for place, part in enumerate((*inner, *values))}
 
 
 def _empty_out(quantized: QuantizedQK) -> torch.Tensor:

@@ -192,6 +192,8 @@ def test_blocks_that_do_not_match_stay_and_say_why(caplog):
     with caplog.at_level(logging.INFO, "sdpa_router.dispatch"):
         assert fuse(torch.nn.Linear(2, 2)) == {}
     assert "found no attention block" in caplog.text
+    with pytest.raises(TypeError, match="fuse_qk is 'yes'; accepted: True or False"):
+        enable(odd["wan"], fuse_qk="yes")
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,10 @@ def test_buffers_are_filled():
     assert torch.equal(lse, int8_attention(query, key, value, return_lse=True)[1])
     with pytest.raises(ValueError, match="out is memory that value uses"):
         int8_attention(quantized, value, out=value[:, :, :70])
+    for name in ("query_scale", "lse_term"):
+        with pytest.raises(ValueError, match=f"lse is memory that {name} uses"):
+            int8_attention(quantized, value, lse=getattr(quantized, name))
+    assert torch.equal(int8_attention(quantized, value), out)
 
 
 def test_a_value_that_can_not_be_described_is_copied():
