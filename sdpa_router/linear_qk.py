@@ -14,6 +14,7 @@ from .mask import key_view
 from .qk import Groups, Layout, Prepared, QuantizedQK, expect, expect_type
 from .quantized import choose_config, default_scale, key_row, native_layout, require_kernel, version_of
 from .rope_tables import check_gradient
+from .scalars import is_whole
 
 NOT_ROTATED = "none"
 
@@ -81,12 +82,13 @@ def int8_linear_qk(
     head_dim = _check(x, weight_int8, weight_scale, heads, bias, x_scale, dtype)
     if role not in ("query", "key"):
         raise ValueError(f"role is {role!r}; expected 'query' or 'key'")
-    if type(group) is not int or group < 1:
+    if not is_whole(group) or group < 1:
         raise ValueError(f"group is {group!r}; expected how many query heads a key head serves, at least 1")
     if role == "query" and attn_mask is not None:
         raise ValueError("attn_mask is given with role='query'; expected None, for the key is quantised with it")
     if role == "key" and scale is not None:
         raise ValueError(f"scale is {scale} with role='key'; expected None, for the query holds it")
+    heads, group = int(heads), int(group)
     kind = x.dtype if dtype is None else dtype
     like = x.new_empty((1, 1, 1, head_dim), dtype=kind)
     query = like.expand(x.shape[0], heads * (group if role == "key" else 1), x.shape[1], head_dim)
@@ -203,7 +205,7 @@ def _check(
     if weight.device != x.device:
         raise ValueError(f"weight_int8 is on {weight.device}; expected {x.device}, as x")
     rows = weight.shape[0]
-    if type(heads) is not int or heads < 1 or rows % heads:
+    if not is_whole(heads) or heads < 1 or rows % heads:
         raise ValueError(f"heads is {heads!r}; expected a divisor of the {rows} output channels of weight_int8")
     parts = {"weight_scale": (weight_scale, (rows,)), "x_scale": (x_scale, (batch, length)), "bias": (bias, (rows,))}
     for name, (tensor, shape) in parts.items():
@@ -216,7 +218,7 @@ def _check(
             )
     for name, tensor in {"x": x, "weight_scale": weight_scale, **optional}.items():
         check_gradient(name, tensor)
-    return rows // heads
+    return rows // int(heads)
 
 
 def _is_kind(tensor: torch.Tensor, name: str) -> bool:

@@ -14,6 +14,7 @@ from .mask import MaskKind, classify_mask
 from .qk import Groups, Layout, QuantizedQK, expect, expect_type
 from .quantized import check_flag, negated, version_of
 from .rope_tables import check_gradient
+from .scalars import is_real
 
 # Query rows of a thread block, to which scales are padded.
 _QUERY_BLOCK = {"sage, per warp, sm90": 64, "sage, per thread, sm90": 64}  # elsewhere 128
@@ -103,8 +104,9 @@ def read(
     for name, part in parts.items():
         expect_type(name, part, torch.Tensor, "a tensor")
         check_gradient(name, part)
-    if type(softmax_scale) not in (int, float) or not abs(softmax_scale) <= LIMITS.max_scale:
+    if not is_real(softmax_scale) or not abs(softmax_scale) <= LIMITS.max_scale:
         raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number of at most {LIMITS.max_scale:g}")
+    softmax_scale = float(softmax_scale)
     if dtype not in LIMITS.dtypes:
         raise ValueError(f"dtype is {show(dtype)}; expected {show(LIMITS.dtypes)}")
     for name, tensor in (("query", given.query), ("key", given.key)):

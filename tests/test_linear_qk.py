@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import pytest
 import torch
 
@@ -172,12 +173,12 @@ def test_pairs_that_do_not_belong_together():
     assert quantize_qk(value, value).layout.rotation != pair.layout.rotation
 
 
-def test_scales_of_any_strides():
+def test_scales_of_any_strides_and_a_number_of_numpy():
     x = torch.randn(1, 70, 64, device=DEVICE).half()
     weight, scale = layer(128, 64)
     apart = torch.stack([scale, 9 * scale], 1)[:, 0]
     for role in ("query", "key"):
-        sides = [int8_linear_qk(x, weight, s, heads=2, role=role) for s in (scale, apart)]
+        sides = [int8_linear_qk(x, weight, s, heads=n, role=role) for s, n in ((scale, 2), (apart, numpy.int64(2)))]
         assert torch.equal(sides[0].values, sides[1].values)
         assert torch.equal(sides[0].scale, sides[1].scale)
 
