@@ -306,7 +306,7 @@ PORTABLE = {
 }
 
 
-@pytest.mark.parametrize("backends", [("int8", "torch"), ("int8", "torch-flash")])
+@pytest.mark.parametrize("backends", [("int8", "torch"), ("int8", "comfy")])
 @pytest.mark.parametrize("name", PORTABLE)
 def test_a_decision_says_why_not_the_hopper_kernel_answers(monkeypatch, name, backends):
     settings = Settings(min_kv=0, backends=backends)
