@@ -429,6 +429,28 @@ def test_scores_too_large_for_a_softmax_without_a_maximum():
     close(query, key, value, is_causal=True, budget=0.4, lse_budget=3.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_weights_count_together_beside_the_key_of_the_largest_bias(dtype):
+    """It scores -11.5 (log2), just what the Hopper kernel takes without a row maximum; 8191 of 2^-24.5 equal it."""
+    query, key, value = (torch.zeros(1, 1, n, 64, device=DEVICE, dtype=dtype) for n in (64, 8192, 8192))
+    query[..., 0], key[:, :, 0, 0] = 8, -8
+    value += 1 + 0.1 * torch.randn(1, 1, 8192, 64, device=DEVICE)
+    value[:, :, 0] = -1
+    bias = torch.full((1, 1, 1, 8192), -17.0, device=DEVICE)
+    bias[..., 0] = 0
+    exact = sdpa_oracle(query, key, value, bias)[0]
+    assert (int8_attention(query, key, value, bias) - exact).abs().max() < 0.03
+
+
+def test_float16_has_a_row_maximum_under_a_bias():
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="this Triton has no Gluon")
+    from sdpa_router.kernels.int8_attention import hopper
+
+    assert hopper.limit_of(torch.float16, True) < 0
+    for dtype, biased in ((torch.float16, False), (torch.bfloat16, True), (torch.float8_e4m3fn, True)):
+        assert hopper.limit_of(dtype, biased) == hopper.BOUND[dtype]
+
+
 def test_the_choice_of_a_kernel_is_explained(monkeypatch):
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     monkeypatch.setattr(configs, "arch_of", lambda device: "cpu")
