@@ -512,9 +512,10 @@ def test_a_kernel_that_does_not_compile_is_replaced_once(monkeypatch, caplog, nu
 
 
 def test_decisions_are_made_anew_once_the_hopper_kernel_is_given_up(monkeypatch):
-    from sdpa_router.kernels.int8_attention import op
+    from sdpa_router.kernels.int8_attention import launch, op
     from sdpa_router.record import known
 
+    monkeypatch.setattr(launch, "_plans", {"a call": "a plan"})
     monkeypatch.setattr(configs, "_failures", [])
     query, key, value = draw(1, 1, 1, 20, 77, 64)
     with sdpa_router.route():
@@ -522,6 +523,7 @@ def test_decisions_are_made_anew_once_the_hopper_kernel_is_given_up(monkeypatch)
         assert known
         op.use_portable(ValueError("x"))
         assert not known
+        assert not launch._plans
 
 
 @pytest.mark.parametrize(

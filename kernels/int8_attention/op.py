@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .configs import config_of, give_up_hopper
-from .launch import recall, remember, replay
+from .launch import forget, recall, remember, replay
 from .plan import Plan
 
 _LOG = logging.getLogger("sdpa_router.dispatch")
@@ -200,7 +200,9 @@ def use_portable(error: Exception) -> None:
     from ...record import judge_anew
 
     _LOG.warning("the portable int8 kernel from now on: %s", give_up_hopper(error))
-    judge_anew()  # decisions made before tell of the other kernel, and of when that one pays
+    # What was decided and launched before is of the other kernel: why it answers, when it pays, and its answers.
+    judge_anew()
+    forget()
 
 
 def _int8_attention_out(
