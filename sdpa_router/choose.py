@@ -13,7 +13,7 @@ from .backends.base import TORCH, Backend, candidates, find_backend, said
 from .call import Call, is_regular, mask_info
 from .cost_files import table_for
 from .costs import Size, Table, fastest
-from .decide import decide, mask_cast_note, not_wanted, short
+from .decide import decide, not_wanted, notes_of, short
 from .decision import Code, Decision, MaskKind, Reason, Route
 from .settings import FASTEST, Settings
 
@@ -44,11 +44,11 @@ def choose(call: Call, settings: Settings, refused: Refused | None = None) -> De
             raise
         verdicts[name] = reasons
         if settings.backends != FASTEST and not reasons:
-            return _decision(call, name, verdicts)
+            return _decision(call, settings, name, verdicts)
     if settings.backends != FASTEST:
-        return _decision(call, TORCH, verdicts)
+        return _decision(call, settings, TORCH, verdicts)
     choice = _fastest(call, settings, verdicts, table)
-    return _decision(call, choice.name, verdicts, choice.estimates)
+    return _decision(call, settings, choice.name, verdicts, choice.estimates)
 
 
 def size_of(call: Call) -> Size:
@@ -149,10 +149,12 @@ def _ms(value: float) -> str:
     return f"{value:.3g} ms"
 
 
-def _decision(call: Call, name: str, verdicts: Verdicts, estimates: tuple[tuple[str, float], ...] = ()) -> Decision:
+def _decision(
+    call: Call, settings: Settings, name: str, verdicts: Verdicts, estimates: tuple[tuple[str, float], ...] = ()
+) -> Decision:
     passed = tuple((other, reasons) for other, reasons in verdicts.items() if other != name)
     reasons = tuple(reason for _, others in passed for reason in others)
     route = {"int8": Route.INT8, TORCH: Route.SDPA}.get(name, Route.PEER)
-    notes = mask_cast_note(call) if route is Route.SDPA else ()
+    notes = notes_of(route, call, settings)
     peer = name if route is Route.PEER else None
     return Decision(route, mask_info(call), reasons, notes, peer, passed, estimates)

@@ -268,6 +268,11 @@ class Code(_Text):
         "the {given} mask was cast to {accepted}, because torch answers wrongly on a GPU without it",
         "Pass the mask in the query's dtype.",
     )
+    PORTABLE = (
+        "portable",
+        "{accepted} answers, because {given}",
+        "None needed; where the sentence names Triton, install one that it would take.",
+    )
     RING = (
         "ring",
         "{given}; {accepted} bytes leave it",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 
 import torch
@@ -18,14 +17,13 @@ from .kernels.int8_attention.configs import (
     arch_of,
     config_for,
     config_of,
-    give_up_hopper,
     hopper_unavailable,
     padded_head_dim,
 )
+from .kernels.int8_attention.op import triton_refuses, use_portable
 from .mask import MaskKind, classify_mask, key_view
 from .qk import Groups, Layout, Prepared, QuantizedQK, expect, expect_type
 
-_LOG = logging.getLogger("sdpa_router.dispatch")
 _LOG2E = math.log2(math.e)
 ROTATION = "sdpa_router"  # random signs and Hadamard, in the order of channels
 ROTATION_OF_PAIRS = "sdpa_router, pairs"  # the same after RoPE, in the order of the fused kernels
@@ -124,10 +122,10 @@ def attend(
         ready = for_kernel(quantized)
         try:
             run.quantized_into(ready, value, is_causal, out, lse)
-        except run.compile_errors() as error:
-            if ready.prepared is None or not ready.prepared.config.gluon:
+        except Exception as error:
+            if ready.prepared is None or not ready.prepared.config.gluon or not triton_refuses(error):
                 raise
-            _LOG.warning("the portable int8 kernel from now on: %s", give_up_hopper(error))
+            use_portable(error)
             run.quantized_into(for_kernel(quantized), value, is_causal, out, lse)
     return (out, lse) if return_lse and lse is not None else out
 

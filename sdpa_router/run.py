@@ -98,11 +98,6 @@ def quantized_into(
     torch.autograd.graph.increment_version([buffer for buffer in (out, lse) if buffer is not None])
 
 
-def compile_errors() -> tuple[type[Exception], ...]:
-    """Return what Triton raises where it can't compile a kernel."""
-    return _op._compile_errors()
-
-
 def empty_outputs(query: torch.Tensor, *, lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) to be filled, with the strides that the int8 kernel gives by itself."""
     return _op._empty_out(query, lse)
