@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,8 @@ Progress = Callable[[list[Any]], Iterable[Any]]
 
 # A backend that is farther off torch's answer than this is broken, not rough.
 _BROKEN = 0.25
+# The error of an answer with NaN or infinity, for which JSON has no number: no max_error is to accept it.
+_NO_ANSWER = 1e9
 _MOST_MASK = 2**28
 # Padding hides three quarters of so many keys: image and video models pad prompts of some 100 tokens to 512.
 _PROMPT = 512
@@ -170,8 +171,7 @@ def measure_errors(device: torch.device) -> dict[str, dict[str, float]]:
                 error = relative_error(answer(), expected)
             except Exception:
                 continue
-            if math.isfinite(error):
-                errors.setdefault(name, {})[kind] = round(error, 6)
+            errors.setdefault(name, {})[kind] = round(error, 6) if error < _NO_ANSWER else _NO_ANSWER
     return errors
 
 
