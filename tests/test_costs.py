@@ -687,6 +687,20 @@ def test_tune_writes_a_table_that_holds_from_then_on(monkeypatch, gpu, capsys):
     assert len(cost_files.tuned_table(torch.device("cuda")).points) == len(found.points) + 1
 
 
+def test_what_is_known_of_a_backend_that_is_not_registered_here_is_kept(monkeypatch, gpu):
+    device, shape = torch.device("cuda"), tune.Shape(Size(1, 8, 64, 64, 32), 8)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for mine, there in ((True, {"torch": 2.0, "mine": 1.0}), (False, {"torch": 3.0})):
+        monkeypatch.setattr(tune, "candidates", lambda mine=mine: ("int8", "mine") if mine else ("int8",))
+        monkeypatch.setattr(tune, "measure", lambda shape, device, there=there: Times(there, {}))
+        errors = {name: {"gaussian": 0.01} for name in there}
+        monkeypatch.setattr(tune, "measure_errors", lambda device, errors=errors: errors)
+        cost_files.write_table(tune.tune([shape], device))
+    found = cost_files.tuned_table(device)
+    assert found.points == (Point(shape.size, {"torch": 3.0, "mine": 1.0}),)
+    assert found.error_class("mine") == 0.01
+
+
 def test_calls_that_do_not_fit_are_left_out(monkeypatch, gpu):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(tune, "measure_errors", lambda device: {})
