@@ -372,6 +372,12 @@ def test_the_tables(run_file, capsys, monkeypatch):
     for word in ("300 calls, 170 routed", "time (estimated) routed", "1x24x8192x128", "full_mask", "comfy", "2.00"):
         assert word in text
     assert Code.SHORT.cure in text
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["report", str(run_file), "--text"]) == 0
+    text = capsys.readouterr().out
+    assert "\u2026" not in text, "nothing is cut"
+    for word in ("1x24x8192x128", "full_mask", "per_key", "int8 2.00", "torch 3.00"):
+        assert word in text
 
 
 class _Tags(HTMLParser):
