@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Hashable
 
 import torch
 
 from . import run
 from .backends.base import find_backend
+from .by_tile import PATIENCE, counts_of, refine, unknown
 from .call import Call
 from .choose import attach, choose, failure
 from .decision import Code, Decision, Reason, UnsupportedError
-from .mask_summary import full_view, summarised
-from .record import known, logger, sight
+from .mask_summary import full_view, is_same, summarised, trace
+from .record import known, logger, report, sight
 from .sighting import Sighting
 
 # What may be otherwise soon, so that a backend is asked again after a pause: each attempt empties torch's cache.
@@ -23,7 +25,11 @@ _PAUSE_S = 1.0
 
 def ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tensor:
     """Let the backend that was chosen answer, or the next one where it can't just now or fails."""
-    while (name := sighting.asked) is not None:
+    while True:
+        if sighting.summaries is not None:
+            sighting = _by_its_tiles(sighting, call)
+        if (name := sighting.asked) is None:
+            break
         instead = sighting.instead
         if instead is not None:
             if time.monotonic() < sighting.asked_again:
@@ -62,6 +68,32 @@ def ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tenso
     if sighting.settings.on_unsupported == "raise" and sighting.decision.reasons:
         raise UnsupportedError(sighting.decision)
     return run.native(call, attention, cast_mask=bool(sighting.decision.notes))
+
+
+def _by_its_tiles(sighting: Sighting, call: Call) -> Sighting:
+    """Sighting of a call with a dense mask whose tiles decide, or of one that tells why they are not known."""
+    mask, patience = call.attn_mask, sighting.summaries or 0
+    assert mask is not None
+    looking = patience > 0
+    counts, met_before = counts_of(call, looking or is_same(mask, sighting.last_mask))
+    if counts is None:
+        sighting.last_mask = None if looking else trace(mask)
+        decision = unknown(sighting.decision, call, looking)
+        if decision is sighting.decision:
+            report(sighting)
+            return sighting
+        key: tuple[object, ...] = ("unknown", sighting, decision.reasons)
+        return known.get(key) or _of_tiles(key, sighting, call, decision)
+    # A mask that is met again gives back what a new one took.
+    sighting.summaries = min(PATIENCE, patience + 1) if met_before else max(0, patience - 1)
+    key = ("tiles", sighting, counts)
+    return known.get(key) or _of_tiles(key, sighting, call, refine(sighting.decision, call, counts))
+
+
+def _of_tiles(key: Hashable, sighting: Sighting, call: Call, decision: Decision) -> Sighting:
+    made = sight(key, call, decision, sighting.settings)
+    made.refused = sighting.refused
+    return made
 
 
 def _without(sighting: Sighting, call: Call, reasons: tuple[Reason, ...], *, passes: bool = False) -> Sighting:

@@ -9,7 +9,7 @@ has shown a new mask eight times in a row, only masks that are met twice running
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,13 +26,30 @@ _PAYS = 0.95  # of torch's estimated time
 
 
 def worth_a_look(decision: Decision, call: Call) -> bool:
-    """Whether only the mask's row for each query speaks against the int8 route, and skipping tiles could pay for it."""
-    if len(decision.reasons) != 1 or decision.reasons[0].code is not Code.FULL_MASK:
+    """Whether only the mask's row for each query speaks against the int8 route, and skipping tiles could pay for it.
+
+    Where other backends are named as well, int8 must be among them, and torch's turn.
+    """
+    if [reason.code for reason in _against_int8(decision)] != [Code.FULL_MASK]:
         return False
     batch, heads, q_len, head_dim = call.query.shape
     tiles = batch * heads * -(-q_len // _TILE) * -(-call.key.shape[2] // _TILE)
     cost = _cost(call)
     return cost.fixed_ms < _PAYS * torch_ms(cost, tiles, head_dim)
+
+
+def _against_int8(decision: Decision) -> tuple[Reason, ...]:
+    if decision.route is not Route.SDPA:
+        return ()
+    return dict(decision.passed_over).get("int8", ()) if decision.passed_over else decision.reasons
+
+
+def _told(decision: Decision, *against_int8: Reason, **changes: Any) -> Decision:
+    """Return `decision` with other reasons against int8, which answers if there are none."""
+    passed = [(name, against_int8 if name == "int8" else theirs) for name, theirs in decision.passed_over]
+    passed = [(name, theirs) for name, theirs in passed if theirs]
+    reasons = tuple(reason for _, theirs in passed for reason in theirs) if decision.passed_over else against_int8
+    return replace(decision, reasons=reasons, passed_over=tuple(passed), **changes)
 
 
 def counts_of(call: Call, may_summarise: bool) -> tuple[TileCounts | None, bool]:
@@ -61,9 +78,9 @@ def refine(decision: Decision, call: Call, counts: TileCounts) -> Decision:
     ours = estimate_ms(cost, rows * (counts.kept + counts.constant), rows * counts.mixed, head_dim)
     theirs = torch_ms(cost, rows * counts.total, head_dim)
     if ours < _PAYS * theirs:
-        return Decision(Route.INT8, replace(decision.mask, tiles=counts))
+        return _told(decision, route=Route.INT8, mask=replace(decision.mask, tiles=counts), notes=(), estimates=())
     accepted = f"where the estimate, {ours:.2f} ms, is under {_PAYS:g} of torch's, {theirs:.2f} ms"
-    return replace(decision, reasons=(Reason(Code.TILES, str(counts), accepted),))
+    return _told(decision, Reason(Code.TILES, str(counts), accepted))
 
 
 def unknown(decision: Decision, call: Call, looking: bool) -> Decision:
@@ -77,7 +94,7 @@ def unknown(decision: Decision, call: Call, looking: bool) -> Decision:
         given, accepted = f"been a new one {PATIENCE} times in a row", "where one is kept: from its second call on"
     else:
         return decision
-    return replace(decision, reasons=(Reason(Code.TILES, given, accepted),))
+    return _told(decision, Reason(Code.TILES, given, accepted))
 
 
 def _cost(call: Call) -> TileCost:

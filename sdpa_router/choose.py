@@ -19,6 +19,9 @@ from .settings import FASTEST, Settings
 
 __all__ = ["attach", "choose", "failure"]
 
+# Of int8 with pv="fp8", which `tune` doesn't measure.
+_FP8_ERROR = 0.045
+
 Refused = Mapping[str, tuple[Reason, ...]]
 Verdicts = dict[str, tuple[Reason, ...]]
 
@@ -80,7 +83,7 @@ def _against(name: str, call: Call, settings: Settings, table: Table | None) -> 
     if name == "int8" and settings.backends != FASTEST:
         reasons += tuple(short(call, settings))
     if settings.max_error is not None:
-        error = _error_class(backend, table)
+        error = _error_class(backend, table, settings)
         if error is None or error > settings.max_error:
             given = "not known" if error is None else f"{error:.4g}"
             reasons += (Reason(Code.ERROR_CLASS, given, f"at most {settings.max_error}"),)
@@ -100,9 +103,12 @@ def attach(error: Exception, decision: Decision, how: str = "chose") -> None:
         error.__notes__ = [*notes, f"sdpa_router {how} {decision}"]  # type: ignore[attr-defined]
 
 
-def _error_class(backend: Backend, table: Table | None) -> float | None:
+def _error_class(backend: Backend, table: Table | None, settings: Settings) -> float | None:
     measured = None if table is None else table.error_class(backend.name)
-    return backend.limits.error if measured is None else measured
+    error = backend.limits.error if measured is None else measured
+    if error is not None and backend.name == "int8" and settings.pv == "fp8":
+        return max(error, _FP8_ERROR)
+    return error
 
 
 class _Choice(NamedTuple):

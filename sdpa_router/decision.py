@@ -101,7 +101,7 @@ class Code(_Text):
     HEAD_DIM = (
         "head_dim",
         "head_dim is {given}; the kernel takes {accepted}",
-        "None: torch answers heads that large.",
+        "None: another backend or torch answers heads of this size.",
     )
     VALUE_HEAD_DIM = (
         "value_head_dim",

@@ -13,12 +13,10 @@ from torch.utils._device import DeviceContext
 
 from . import run
 from .asking import ask, log_failures
-from .by_tile import PATIENCE, counts_of, refine, unknown
 from .choose import attach, choose
 from .decide import Call, mask_cast_note, needs_mask_cast
 from .decision import Code, Decision, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
-from .mask_summary import is_same, trace
 from .recent import latest, remember, with_key_of_size
 from .record import known, report, sight
 from .settings import settings_of, skipping, skips
@@ -147,29 +145,7 @@ def _answer(
             attach(error, sighting.decision)
             raise
     call = _new(Call, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
-    if sighting.summaries is not None and attn_mask is not None:
-        sighting = _by_its_tiles(sighting, call)
     return ask(sighting, attention, call)
-
-
-def _by_its_tiles(sighting: Sighting, call: Call) -> Sighting:
-    """Sighting of a call with a dense mask whose tiles decide, or of one that tells why they are not known."""
-    mask, patience = call.attn_mask, sighting.summaries or 0
-    assert mask is not None
-    looking = patience > 0
-    counts, met_before = counts_of(call, looking or is_same(mask, sighting.last_mask))
-    if counts is None:
-        sighting.last_mask = None if looking else trace(mask)
-        decision = unknown(sighting.decision, call, looking)
-        if decision is sighting.decision:
-            report(sighting)
-            return sighting
-        key: tuple[object, ...] = ("unknown", sighting, decision.reasons)
-        return _recall(key) or sight(key, call, decision, sighting.settings)
-    # A mask that is met again gives back what a new one took.
-    sighting.summaries = min(PATIENCE, patience + 1) if met_before else max(0, patience - 1)
-    key = ("tiles", sighting, counts)
-    return _recall(key) or sight(key, call, refine(sighting.decision, call, counts), sighting.settings)
 
 
 def under_foreign_mode() -> bool:

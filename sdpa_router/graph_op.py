@@ -6,12 +6,16 @@ graph (comfy-kitchen's has wrong strides for some head_dims). Importing this mod
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import torch
 
 from . import run
 from .decide import Call, needs_mask_cast
 from .dispatch import Turn, dispatch
 from .kernels.int8_attention import op as _op
+from .settings import intern, settings_of
 
 _LIBRARY = torch.library.Library("sdpa_router", "FRAGMENT")
 _LIBRARY.define(
@@ -35,11 +39,17 @@ def _routed_attention(
     """Answer under the settings of this name, with the strides that _fake() promised."""
     native = run.torch_attention()
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    answer = dispatch(settings, native, call)
+    answer = dispatch(_without_tiles(settings), native, call)
     if isinstance(answer, Turn):
         answer = run.native(call, native, cast_mask=needs_mask_cast(call))
     promised, _ = run.empty_outputs(query, lse=False)
     return answer if answer.stride() == promised.stride() else promised.copy_(answer)
+
+
+@functools.cache
+def _without_tiles(name: str) -> str:
+    """Return the name of settings that look at no mask: a graph writes masks into memory without leaving a trace."""
+    return intern(dataclasses.replace(settings_of(name), by_tile=False))
 
 
 def _fake(query: torch.Tensor, *arguments: object) -> torch.Tensor:

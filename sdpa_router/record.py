@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Hashable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from . import recent
 from .decide import Call
 from .decision import Decision, Route
 from .forks import after_fork, at_exit
+from .kernels.int8_attention import limits
 from .run_writer import append, devices, tell
 from .settings import Settings
 from .sighting import Sighting, lock
@@ -31,8 +33,9 @@ logger = logging.getLogger("sdpa_router.dispatch")
 
 # Signatures kept apart; when there are more, they are folded into the totals and the next ones are kept.
 MAX_SIGHTINGS = 4096
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__))
-
+# Kernels lie in a folder of their own where the package is installed as editable.
+_KERNELS = os.path.dirname(limits.__file__)
+_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__, _KERNELS))
 
 known: dict[Hashable, Sighting] = {}
 _folded: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -230,9 +233,16 @@ def _totals(counted: list[tuple[Sighting, int]]) -> dict[str, Any]:
 def _caller() -> tuple[int, tuple[str, int, str]]:
     """Return the stack level for warnings.warn() in the caller of this, and file, line and name of the user's call."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame.f_back is not None and _is_library(frame):
         frame, level = frame.f_back, level + 1
     return level, (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _is_library(frame: FrameType) -> bool:
+    """Whether a frame is ours or torch's, code that torch.compile has written among it."""
+    if frame.f_code.co_filename.startswith((*_LIBRARIES, "<eval_with_key>")):
+        return True
+    return str(frame.f_globals.get("__name__")).startswith("torch.")
 
 
 def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: int = 2) -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["as_text", "read_run", "run_report"]
 
 _MOST_ROWS = 200
+# Columns of a terminal that the table takes without its times.
+_WIDTH = 80
 
 
 def run_report(run: RunFile, output: Path | None, *, text: bool) -> int:
@@ -38,19 +40,18 @@ def summary(run: RunFile) -> str:
 
 def as_text(run: RunFile) -> list[Table | str]:
     """Return the parts of the report for a terminal."""
-    from .terminal import milliseconds, table
+    from .terminal import console, table
 
     parts: list[Table | str] = [summary(run)]
     rows, others = run.heaviest(_MOST_ROWS)
     names = list(dict.fromkeys(name for row in rows for name in row.ms))
-    numbers = ("calls", "share", *names)
-    grid = table("calls", "share", "answered by", "query", "keys", "mask", *names, "reasons", numbers=numbers)
+    wide = console().width >= _WIDTH + sum(max(6, len(name)) + 2 for name in names)
+    columns = ("query", "keys", "mask", *names) if wide else ("query, keys", "mask", "ms a call")
+    grid = table("calls", "share", "answered by", *columns, "reasons", numbers=("calls", "share", *names))
     for row in rows:
-        query, key = (_shape(row, name) for name in ("query", "key"))
-        times = [milliseconds(row.ms[name]) if name in row.ms else "-" for name in names]
-        share = f"{run.weight(row):.1%}"
-        cells = (str(row.count), share, row.backend, query, key, kind_of_mask(row), *times, ", ".join(row.reasons))
-        grid.add_row(*cells)
+        shapes, times = [_shape(row, name) for name in ("query", "key")], _times(row, names, wide=wide)
+        cells = (*shapes, kind_of_mask(row), *times) if wide else ("\n".join(shapes), kind_of_mask(row), *times)
+        grid.add_row(str(row.count), f"{run.weight(row):.1%}", row.backend, *cells, ", ".join(row.reasons))
     parts += [grid, *filter(None, (others,))]
     advice = run.advice()
     if advice:
@@ -59,6 +60,16 @@ def as_text(run: RunFile) -> list[Table | str]:
             cures.add_row(item.code, str(item.calls), f"{item.weight:.1%}", item.cure)
         parts += ["to route more", cures]
     return parts
+
+
+def _times(row: Row, names: list[str], *, wide: bool) -> list[str]:
+    """Return milliseconds a call by backend: a cell each, or one of a line each."""
+    from .terminal import milliseconds
+
+    known = {name: milliseconds(row.ms[name]) for name in names if name in row.ms}
+    if wide:
+        return [known.get(name, "-") for name in names]
+    return ["\n".join(" ".join(item) for item in known.items()) or "-"]
 
 
 def _shape(row: Row, name: str) -> str:

@@ -157,13 +157,15 @@ def read_run(path: Path) -> RunFile:
     table = _table_of(devices)
     rows: dict[str, Row] = {}
     for number, event in enumerate(firsts):
-        count = counts.get((_process(event), str(event.get("number", number))), 1)
+        # Who ended tells no count of 0: a decision that fell through to the next one, such as of a backend that failed.
+        unknown = 0 if _process(event) in ended and "number" in event else 1
+        count = counts.get((_process(event), str(event.get("number", number))), unknown)
         kind = ("signature", "mask", "backend", "reasons", "phase")
         key = json.dumps([event[name] for name in kind], sort_keys=True)
         found = rows.get(key)
         rows[key] = _row(event, count, table) if found is None else replace(found, count=found.count + count)
     complete = all(_process(event) in ended and "number" in event for event in firsts)
-    return RunFile(path, tuple(rows.values()), devices, complete)
+    return RunFile(path, tuple(row for row in rows.values() if row.count), devices, complete)
 
 
 def _process(event: Event) -> Hashable:

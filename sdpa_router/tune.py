@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +21,13 @@ from .settings import Settings
 from .stopwatch import Answer, Times, interleaved
 from .testing import fade_bias, gaussian, outliers, relative_error, sdpa_oracle
 
+_Value = TypeVar("_Value")
 Progress = Callable[[list[Any]], Iterable[Any]]
 
 # A backend that is farther off torch's answer than this is broken, not rough.
 _BROKEN = 0.25
+# The error of an answer with NaN or infinity, for which JSON has no number: no max_error is to accept it.
+_NO_ANSWER = 1e9
 _MOST_MASK = 2**28
 # Padding hides three quarters of so many keys: image and video models pad prompts of some 100 tokens to 512.
 _PROMPT = 512
@@ -114,15 +116,16 @@ def _shape_of(record: Mapping[str, Any]) -> Shape | None:
 
 
 def tune(shapes: list[Shape], device: torch.device, progress: Progress = lambda items: items) -> Table:
-    """Measure `shapes` and the errors of all backends on `device`; keeps what the user's table knew of other calls.
+    """Measure `shapes` and the errors of all backends on `device`.
 
-    A call that does not fit into memory, or a backend that fails, is left out.
+    Keeps what the user's table knew of other calls, and of backends that nobody has registered here. A call that does
+    not fit into memory, or a backend that fails, is left out.
     """
     tuned = tuned_table(device)
     points = {} if tuned is None else {point.size: point for point in tuned.points}
     host = {} if tuned is None else dict(tuned.host)
     with torch.no_grad():
-        errors = measure_errors(device)
+        errors = _of_strangers({} if tuned is None else tuned.errors) | measure_errors(device)
         for shape in progress(shapes):
             try:
                 times = measure(shape, device)
@@ -131,11 +134,17 @@ def tune(shapes: list[Shape], device: torch.device, progress: Progress = lambda 
             finally:
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-            points[shape.size] = Point(shape.size, times.device)
+            known = points[shape.size].ms if shape.size in points else {}
+            points[shape.size] = Point(shape.size, _of_strangers(known) | times.device)
             # Somebody else on the host can only make it slower.
             host |= {name: min(ms, host.get(name, ms)) for name, ms in times.host.items()}
     facts = facts_of(device)
     return Table(tuple(points.values()), errors, facts, str(table_path(facts)), host)
+
+
+def _of_strangers(known: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Return what is known of backends that can't be measured here, as another program registers them."""
+    return {name: value for name, value in known.items() if name not in (*candidates(), TORCH)}
 
 
 def measure(shape: Shape, device: torch.device) -> Times:
@@ -170,8 +179,7 @@ def measure_errors(device: torch.device) -> dict[str, dict[str, float]]:
                 error = relative_error(answer(), expected)
             except Exception:
                 continue
-            if math.isfinite(error):
-                errors.setdefault(name, {})[kind] = round(error, 6)
+            errors.setdefault(name, {})[kind] = round(error, 6) if error < _NO_ANSWER else _NO_ANSWER
     return errors
 
 

@@ -936,6 +936,9 @@ def test_what_is_no_number_in_an_argument_shows(monkeypatch, peer, where, value)
     assert not out[~expected.isfinite()].isfinite().any()
     others = [head for head in range(4) if head != 1] if where == 0 else [0, 1]
     assert relative_error(out[:, others], expected[:, others]) < 0.01
+    if where == 2:
+        channels = [channel for channel in range(out.shape[3]) if channel != 3]
+        assert relative_error(out[..., channels], expected[..., channels]) < 0.01, "of the same head"
 
 
 @pytest.mark.parametrize("peer", [stand_ins.Comfy, stand_ins.Sage1, stand_ins.Sage2])

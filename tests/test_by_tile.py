@@ -9,7 +9,18 @@ import torch
 import torch.nn.functional as F
 
 import sdpa_router
-from sdpa_router import Code, Route, by_tile, mask_summary, run
+from sdpa_router import (
+    Backend,
+    BackendLimits,
+    Code,
+    MaskKind,
+    Route,
+    by_tile,
+    mask_summary,
+    register_backend,
+    run,
+    unregister_backend,
+)
 from sdpa_router.kernels.sparse_attention.limits import TileCost
 from sdpa_router.testing import gaussian, relative_error, sdpa_oracle
 
@@ -216,3 +227,64 @@ def test_the_route_can_be_turned_off(summaries):
         assert [reason.code for reason in sdpa_router.explain(query, key, value, mask).reasons] == [Code.FULL_MASK]
     with pytest.raises(TypeError, match="by_tile is 1; accepted: True or False"):
         sdpa_router.route(by_tile=1)
+
+
+@pytest.fixture
+def others():
+    """Two more backends: one that takes no dense masks, one that fails."""
+
+    def fail(call, settings, attention):
+        raise RuntimeError("no kernel image")
+
+    kinds = {"keys-only": (MaskKind.PER_KEY,), "failing": (MaskKind.FULL,)}
+    for name, masks in kinds.items():
+        register_backend(Backend(name, BackendLimits(masks=masks), lambda call, settings: iter(()), fail))
+    yield
+    for name in kinds:
+        unregister_backend(name)
+
+
+def test_int8_answers_by_tile_only_where_it_is_named(others, summaries):
+    query, key, value, mask = *inputs(), banded()
+    out = routed(query, key, value, mask, backends=("keys-only", "torch"))
+    assert torch.equal(out, F.scaled_dot_product_attention(query, key, value, mask))
+    routed(query, key, value, mask, backends=("keys-only", "torch", "int8"))
+    assert sdpa_router.stats()["routes"] == {"int8": 0, "sdpa": 2}
+    assert summaries == []
+
+
+@pytest.mark.parametrize("backends", [("keys-only", "int8"), ("int8", "keys-only", "torch")])
+def test_int8_answers_by_tile_beside_other_backends(others, backends, monkeypatch):
+    query, key, value, mask = *inputs(), banded()
+    routed(query, key, value, mask, backends=backends)
+    found = sdpa_router.stats()["signatures"][0]
+    assert (found["backend"], found["passed_over"]) == ("int8", {"keys-only": ["full_mask"]})
+    at_cost(monkeypatch, CHEAP._replace(read=3.0))
+    routed(query, key, value, read_everywhere(), backends=backends)
+    found = sdpa_router.stats()["signatures"][1]
+    assert (found["backend"], found["passed_over"]) == ("sdpa", {"keys-only": ["full_mask"], "int8": ["tiles"]})
+    assert "0 skipped; by tile it pays" in found["detail"]
+
+
+def test_int8_answers_by_tile_after_a_backend_that_failed(others, caplog):
+    query, key, value, mask = *inputs(), banded()
+    with caplog.at_level("INFO", logger="sdpa_router.dispatch"):
+        for _ in range(2):
+            routed(query, key, value, mask, backends=("failing", "int8", "torch"), on_error="fallback")
+    assert sdpa_router.stats()["routes"] == {"int8": 2, "sdpa": 0}
+    assert sdpa_router.stats()["reasons"] == {Code.BACKEND_FAILED: 2}
+    assert sum("int8 (mask: full" in line for line in caplog.messages) == 1
+
+
+def test_no_mask_of_a_graph_is_looked_at(summaries):
+    # A graph of inductor writes several masks into one piece of memory, which leaves no trace.
+    def attend(query, key, value, distance):
+        near = F.scaled_dot_product_attention(query, key, value, distance < 40)
+        return F.scaled_dot_product_attention(near, key, value, distance > 20)
+
+    arguments = *inputs(), (torch.arange(130, device=DEVICE)[:, None] - torch.arange(200, device=DEVICE)).abs()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), sdpa_router.route(min_kv=0, on_error="fallback"):
+        out = compiled(*arguments)
+    assert torch.equal(out, attend(*arguments))
+    assert summaries == []

@@ -310,3 +310,16 @@ def test_export_keeps_torchs_operator():
     with route():
         program = torch.export.export(Model(), (X,))
     torch.testing.assert_close(program.module()(X), attend(X))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_the_caller_of_a_graphs_call_is_the_users_code(compiler):
+    """With other backends the operator decides: it is called from ours, torch's and generated code."""
+
+    def attend(query):
+        return F.scaled_dot_product_attention(query, query, query) + 1
+
+    compiled = torch.compile(attend, fullgraph=True, backend=compiler)
+    with torch.no_grad(), sdpa_router.route(backends=("sage", "torch")), sdpa_router.record() as seen:
+        compiled(torch.randn(1, 2, 8, 16))
+    assert [record["caller"].rpartition("test_compile.py:")[2].split()[1:] for record in seen.records] == [["attend"]]

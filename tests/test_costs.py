@@ -368,6 +368,16 @@ def test_the_measured_error_counts_before_the_known_one(monkeypatch, only_int8):
     assert "0.03" in str(strict)
 
 
+def test_values_in_fp8_have_an_error_class_of_their_own(monkeypatch, only_int8):
+    for errors in ({}, {"int8": {"gaussian": 0.011}}):
+        holds(monkeypatch, table(lengths=(8192, 32768), errors=errors))
+        strict = decided(fake_call(32768), max_error=0.02, pv="fp8")
+        assert Code.ERROR_CLASS in [reason.code for reason in strict.reasons]
+        assert "the error class is 0.045" in str(strict)
+        rough = decided(fake_call(32768), max_error=0.05, pv="fp8")
+        assert Code.ERROR_CLASS not in [reason.code for reason in rough.reasons]
+
+
 def test_a_tuned_table_moves_the_crossover(monkeypatch, gpu):
     monkeypatch.setattr("sdpa_router.decide._unavailable", lambda device: None)
     monkeypatch.setattr("sdpa_router.decide.crossover", lambda device, head_dim: Crossover(1, 1, 1))
@@ -502,7 +512,7 @@ def test_the_last_run_is_one_of_several_cases(monkeypatch):
 # --- tune
 
 
-def test_measured_times_are_of_who_answers_right(monkeypatch):
+def test_measured_times_are_of_who_answers_right(monkeypatch, tmp_path):
     def wrong(call, settings, attention):
         return torch.zeros_like(call.query)
 
@@ -512,8 +522,11 @@ def test_measured_times_are_of_who_answers_right(monkeypatch):
     def right(call, settings, attention):
         return attention(*call[:6])
 
+    def overflows(call, settings, attention):
+        return right(call, settings, attention) * (float("nan") if call.query.abs().max() > 15 else 1)
+
     names, anything = [], BackendLimits(masks=(MaskKind.PER_KEY, MaskKind.FULL))
-    for name, run in (("wrong", wrong), ("broken", broken), ("right", right)):
+    for name, run in (("wrong", wrong), ("broken", broken), ("right", right), ("overflows", overflows)):
         base.register_backend(Backend(name, anything, lambda call, settings: iter(()), run))
         names.append(name)
     monkeypatch.setattr(tune, "candidates", lambda: tuple(names))
@@ -521,7 +534,7 @@ def test_measured_times_are_of_who_answers_right(monkeypatch):
         for mask in costs.MASKS:
             shape = tune.Shape(Size(1, 2, 64, 96, 32, mask), 2, torch.float16)
             times = tune.measure(shape, torch.device("cpu"))
-            assert times.device.keys() == times.host.keys() == {"torch", "right"}
+            assert times.device.keys() == times.host.keys() == {"torch", "right", "overflows"}
             assert all(0 < value < 1000 for value in times.device.values())
         monkeypatch.setattr(tune, "gaussian", lambda *sizes, **options: _small(options))
         errors = tune.measure_errors(torch.device("cpu"))
@@ -529,6 +542,12 @@ def test_measured_times_are_of_who_answers_right(monkeypatch):
         assert 0 < errors["torch"]["outliers"] < 0.05
         assert errors["wrong"]["smooth"] == 1.0
         assert "broken" not in errors
+        table_of_errors = costs.Table((), errors)
+        assert table_of_errors.error_class("overflows") >= 1e9, "whatever it answers elsewhere"
+        assert errors["overflows"]["smooth"] == errors["torch"]["smooth"]
+        costs_file = tmp_path / "costs.json"
+        costs_file.write_text(json.dumps(table_of_errors.as_json()))
+        assert cost_files.read_table(costs_file).errors == errors
     finally:
         for name in names:
             base.unregister_backend(name)
@@ -666,6 +685,20 @@ def test_tune_writes_a_table_that_holds_from_then_on(monkeypatch, gpu, capsys):
     path.write_text(record_lines(first([1, 8, 64, 32], [1, 8, 77, 32])))
     assert cli.main(["tune", "--shapes", str(path)]) == 0
     assert len(cost_files.tuned_table(torch.device("cuda")).points) == len(found.points) + 1
+
+
+def test_what_is_known_of_a_backend_that_is_not_registered_here_is_kept(monkeypatch, gpu):
+    device, shape = torch.device("cuda"), tune.Shape(Size(1, 8, 64, 64, 32), 8)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for mine, there in ((True, {"torch": 2.0, "mine": 1.0}), (False, {"torch": 3.0})):
+        monkeypatch.setattr(tune, "candidates", lambda mine=mine: ("int8", "mine") if mine else ("int8",))
+        monkeypatch.setattr(tune, "measure", lambda shape, device, there=there: Times(there, {}))
+        errors = {name: {"gaussian": 0.01} for name in there}
+        monkeypatch.setattr(tune, "measure_errors", lambda device, errors=errors: errors)
+        cost_files.write_table(tune.tune([shape], device))
+    found = cost_files.tuned_table(device)
+    assert found.points == (Point(shape.size, {"torch": 3.0, "mine": 1.0}),)
+    assert found.error_class("mine") == 0.01
 
 
 def test_calls_that_do_not_fit_are_left_out(monkeypatch, gpu):

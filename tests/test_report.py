@@ -146,6 +146,19 @@ def test_a_process_that_was_killed_is_told(run_file):
     assert "without writing its counts" in page(run)
 
 
+def test_a_decision_that_answered_no_call_is_no_row(run_file, capsys):
+    failed = event(5, MASKED, SHORT, backend="comfy")  # it raised, and the next decision answered
+    lines = run_file.read_text().splitlines()
+    run_file.write_text("\n".join([json.dumps(failed), *lines]))
+    run = read_run(run_file)
+    assert run.calls == 300
+    assert len(run.rows) == 4
+    run_file.write_text("\n".join(map(json.dumps, [failed, totals({})])))
+    assert cli.main(["report", str(run_file), "--text"]) == 0
+    assert "0 calls, 0 routed" in capsys.readouterr().out
+    assert page(read_run(run_file))
+
+
 def test_a_run_that_is_cut_short_anywhere_is_read_up_to_there(run_file):
     whole = run_file.read_bytes()
     lines = whole.splitlines(keepends=True)
@@ -359,6 +372,12 @@ def test_the_tables(run_file, capsys, monkeypatch):
     for word in ("300 calls, 170 routed", "time (estimated) routed", "1x24x8192x128", "full_mask", "comfy", "2.00"):
         assert word in text
     assert Code.SHORT.cure in text
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["report", str(run_file), "--text"]) == 0
+    text = capsys.readouterr().out
+    assert "\u2026" not in text, "nothing is cut"
+    for word in ("1x24x8192x128", "full_mask", "per_key", "int8 2.00", "torch 3.00"):
+        assert word in text
 
 
 class _Tags(HTMLParser):

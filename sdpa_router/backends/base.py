@@ -137,8 +137,9 @@ def find_backend(name: str) -> Backend:
 
 
 def register_backend(backend: Backend) -> None:
-    """Let `route(backends=...)` know `backend`; with backends="fastest" it takes part once `tune` has measured it.
+    """Let `route(backends=...)` know `backend`; with backends="fastest" it takes part once it was measured.
 
+    `sdpa_router.tuning.run_tune(None, quick=True)` measures it as `sdpa-router tune --quick` does, in this program.
     Raises TypeError for what is no Backend, ValueError for a name that is taken or that is no lower-case word.
 
     >>> register_backend(Backend("mine", BackendLimits(), reasons_against, run))

@@ -75,7 +75,9 @@ def _run(call: Call, settings: Settings, attention: Callable[..., torch.Tensor])
         options["smooth_k"] = False
     factor: torch.Tensor | None = None
     if _is_first() or torch.cuda.get_device_capability(query.device) < (8, 9):
-        factor = value.abs().amax(dim=(2, 3), keepdim=True).float().clamp(min=1e-30) / _LARGEST_VALUE
+        largest = value.abs().amax(dim=2, keepdim=True)  # of a channel: one with NaN or infinity spoils no other
+        largest = largest.masked_fill(~largest.isfinite(), 0).amax(dim=3, keepdim=True)
+        factor = largest.float().clamp(min=1e-30) / _LARGEST_VALUE
         value = (value / factor).to(value.dtype)
     with _current_device_kept(query):
         out = _call(query, key, value, options)
