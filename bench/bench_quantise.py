@@ -34,8 +34,7 @@ from sdpa_router.kernels.int8_attention.fused import (
     Norm,
     Rope,
     Rows,
-    rms_rope_quantize_key,
-    rms_rope_quantize_query,
+    rms_rope_quantize_pair,
 )
 from sdpa_router.kernels.int8_attention.fused_reference import rms_rope_reference
 from sdpa_router.kernels.int8_attention.fused_tiles import Tile
@@ -179,9 +178,8 @@ def fused(problem: Problem, config: Config) -> Quantized:
     if problem.weights is None:
         return join(*quantize_pair(query.x, key.x, None, problem.case.head_dim**-0.5, config, lse=False))
     rope = Rope(problem.case.head_dim, interleaved=True)
-    k, rotation = rms_rope_quantize_key(key, None, config, problem.norm, rope, group=1)
-    q = rms_rope_quantize_query(query, problem.case.head_dim**-0.5, config, problem.norm, rope, rotation)
-    return Quantized(q.query, q.query_scale, k.key, k.key_scale, k.bias, k.anchor, None, k.key_norm, k.live, k.kv_len)
+    scale = problem.case.head_dim**-0.5
+    return join(*rms_rope_quantize_pair(query, key, None, scale, config, problem.norm, rope, lse=False))
 
 
 def check(problem: Problem, config: Config) -> float:

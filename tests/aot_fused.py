@@ -19,7 +19,7 @@ from sdpa_router.kernels.int8_attention.configs import config_for, hopper_config
 
 aot_compile.STRIDES += "s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
 POINTERS = dict.fromkeys("W W2 COS SIN RSTD SHIFT SHIFT16 BIAS SCALE NORMS LSE_TERM SQUARES".split(), "*fp32")
-POINTERS |= dict.fromkeys("X X2 K K2 ROTATION W W2".split(), "*bf16") | {"Y": "*i8", "SHIFT16": "*fp16"}
+POINTERS |= dict.fromkeys("X X2 K K2 W W2".split(), "*bf16") | {"Y": "*i8", "SHIFT16": "*fp16"}
 SCALARS = dict.fromkeys("eps factor lse_factor".split(), "fp32") | integers(
     "L N NP split heads each group bias_rows s_b s_h s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl s_cj s_bias_b s_bias_h"
 )
@@ -46,7 +46,7 @@ def variants(arch: int | str) -> Iterator[Variant]:
     types = POINTERS | SCALARS
     for head_dim in HEAD_DIMS:
         padded = padded_head_dim(head_dim)
-        shared = {"D": head_dim, "DP": padded, "B": min(padded, 128), "UPCAST": False, "PER_HEAD": False}
+        shared = {"D": head_dim, "DP": padded, "B": min(padded, 128), "UPCAST": False, "PER_HEAD": False, "PDL": arch == 90}
         config = hopper_config(head_dim) if arch == 90 else config_for(arch, head_dim)
         for (mode, flags), is_key in itertools.product(modes(head_dim), (False, True)):
             across = flags["ACROSS"]
@@ -82,9 +82,9 @@ def variants(arch: int | str) -> Iterator[Variant]:
             if flags["ACROSS"]:
                 del constants["RSTD"]
             yield f"shift D{head_dim} {mode}", fused_kernels._rope_key_shift, types, constants, {"num_warps": 8}
-        constants = {"D": head_dim, "DP": padded, "ROWS": fused._RMS_ROWS, "TOGETHER": fused._RMS_HEADS, "TWO": True}
+        constants = {"D": head_dim, "DP": padded, "ROWS": fused._RMS_ROWS, "TOGETHER": fused._RMS_HEADS, "TWO": True, "PDL": arch == 90}
         yield f"row rms D{head_dim}", fused_norm._row_rms, types, constants, {"num_warps": 4}
-    constants = {"D": 128, "ROWS": 128, "HAS_LSE": True, "BEFORE": True}
+    constants = {"D": 128, "ROWS": 128, "HAS_LSE": True, "BEFORE": True, "PDL": arch == 90}
     yield "finish scales", fused_norm._finish_scales, types, constants, {"num_warps": 4}
 
 

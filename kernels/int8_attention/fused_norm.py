@@ -19,8 +19,11 @@ def _inverse_rms(squares, eps, D: tl.constexpr, ACROSS: tl.constexpr):
 def _row_rms(
     X, X2, RSTD, eps, L, split, heads, s_b, s_h, s_l, s_b2, s_h2, s_l2,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, TWO: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """RSTD[B, L] = 1 / rms over all heads of a token, TOGETHER of them at a time."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(1).to(tl.int64)
     m = tl.arange(0, TOGETHER * ROWS)
@@ -40,12 +43,14 @@ def _row_rms(
 @triton.jit(do_not_specialize=["L", "heads"])
 def _finish_scales(
     SQUARES, SCALE, LSE_TERM, eps, L, heads, D: tl.constexpr, ROWS: tl.constexpr, HAS_LSE: tl.constexpr,
-    BEFORE: tl.constexpr,
+    BEFORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply the query scales by 1 / rms over all heads, from the sums of squares of each.
 
     BEFORE: queries were multiplied by 1 / rms of their own head before.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1).to(tl.int64) * heads * L + rows
     inside = rows < L

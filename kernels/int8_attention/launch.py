@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .alike import check_of
-from .limits import interpreting
+from .limits import interpreting, overlaps
 from .plan import Plan, Tape
 
 _MOST_PLANS = 512  # when there are more, all are forgotten and made anew
@@ -54,6 +54,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     tape = getattr(_thread, "tape", None)
     if tape is not None:
         tape.add(kernel, compiled, grid, args, options)
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """Options of a launch that may begin when all programs of the launch before it have begun, on Hopper and newer.
+
+    A kernel with PDL lets the next one begin, and waits (gdc_wait) before it reads what the one before it wrote, and in
+    any case before it ends, for what follows waits for the last kernel only. The first launch of a call is no early one
+    and so begins when all that came before is done. From then on no memory of the call may change its owner.
+    """
+    return {"PDL": True, "launch_pdl": True} if overlaps(device) else {"PDL": False}
 
 
 class Known(NamedTuple):

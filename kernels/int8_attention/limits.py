@@ -42,6 +42,9 @@ _BLACKWELL_TRITON = (3, 8)
 # The interpreter of Triton 3.6 and older turns one-element arrays into loop bounds, which numpy 2.4 refuses.
 _INTERPRETER_TRITON = (3, 7)
 _INTERPRETER_NUMPY = (2, 4)
+# The first GPU with programmatic dependent launches, and the first driver (CUDA 12.4) whose graphs keep them.
+_DEPENDENT_CAPABILITY = (9, 0)
+_DEPENDENT_DRIVER = 12040
 
 
 def interpreting() -> bool:
@@ -107,6 +110,23 @@ def fp8_unavailable(device: torch.device) -> tuple[str, str] | None:
         arch = f"sm_{_text(capability, '')}"
         has, needs = capability >= LIMITS.fp8_min_capability, f"sm_{_text(LIMITS.fp8_min_capability, '')} or newer"
     return None if has else (f"fp8 on {arch}", f"auto or 16bit there, and fp8 on {needs}")
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can begin on `device` while the one before it runs (programmatic dependent launch)."""
+    if device.type != "cuda" or torch.version.hip or interpreting() or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= _DEPENDENT_CAPABILITY and _dependent_launches()
+
+
+@functools.cache
+def _dependent_launches() -> bool:
+    """Whether Triton has them, and a driver that captures them in graphs."""
+    from triton.backends.nvidia.compiler import CUDAOptions
+    from triton.language.extra import cuda
+
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    return hasattr(CUDAOptions, "launch_pdl") and hasattr(cuda, "gdc_wait") and driver >= _DEPENDENT_DRIVER
 
 
 def _text(version: tuple[int, int] | None, separator: str = ".") -> str:
