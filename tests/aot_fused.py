@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import aot_compile
 from aot_compile import HEAD_DIMS, cuda_facts, facts, integers, target_of
 
-from sdpa_router.kernels.int8_attention import fused, fused_kernels, fused_norm, fused_tiles
+from sdpa_router.kernels.int8_attention import fused, fused_kernels, fused_norm, fused_shift, fused_tiles
 from sdpa_router.kernels.int8_attention.configs import config_for, hopper_config, padded_head_dim
 
 aot_compile.STRIDES += "s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
@@ -43,10 +43,10 @@ def modes(head_dim: int) -> Iterator[tuple[str, dict]]:
 
 
 def variants(arch: int | str) -> Iterator[Variant]:
-    types = POINTERS | SCALARS
+    types, pdl = POINTERS | SCALARS, {"PDL": arch == 90}
     for head_dim in HEAD_DIMS:
         padded = padded_head_dim(head_dim)
-        shared = {"D": head_dim, "DP": padded, "B": min(padded, 128), "UPCAST": False, "PER_HEAD": False, "PDL": arch == 90}
+        shared = {"D": head_dim, "DP": padded, "B": min(padded, 128), "UPCAST": False, "PER_HEAD": False} | pdl
         config = hopper_config(head_dim) if arch == 90 else config_for(arch, head_dim)
         for (mode, flags), is_key in itertools.product(modes(head_dim), (False, True)):
             across = flags["ACROSS"]
@@ -81,10 +81,16 @@ def variants(arch: int | str) -> Iterator[Variant]:
             constants = shared | flags | {"ROWS": fused.SAMPLE, "SEARCHED": fused.SEARCHED, "FP16": tile.fp16}
             if flags["ACROSS"]:
                 del constants["RSTD"]
-            yield f"shift D{head_dim} {mode}", fused_kernels._rope_key_shift, types, constants, {"num_warps": 8}
-        constants = {"D": head_dim, "DP": padded, "ROWS": fused._RMS_ROWS, "TOGETHER": fused._RMS_HEADS, "TWO": True, "PDL": arch == 90}
+            yield f"shift D{head_dim} {mode}", fused_shift._rope_key_shift, types, constants, {"num_warps": 8}
+        constants = {
+            "D": head_dim,
+            "DP": padded,
+            "ROWS": fused._RMS_ROWS,
+            "TOGETHER": fused._RMS_HEADS,
+            "TWO": True,
+        } | pdl
         yield f"row rms D{head_dim}", fused_norm._row_rms, types, constants, {"num_warps": 4}
-    constants = {"D": 128, "ROWS": 128, "HAS_LSE": True, "BEFORE": True, "PDL": arch == 90}
+    constants = {"D": 128, "ROWS": 128, "HAS_LSE": True, "BEFORE": True} | pdl
     yield "finish scales", fused_norm._finish_scales, types, constants, {"num_warps": 4}
 
 

@@ -16,8 +16,9 @@ import triton
 
 from .bias import LOG2E, prepare, row_strides
 from .configs import Config, padded_head_dim
-from .fused_kernels import _rms_rope_quantize, _rope_key_shift
+from .fused_kernels import _rms_rope_quantize
 from .fused_norm import _finish_scales, _row_rms
+from .fused_shift import _rope_key_shift
 from .fused_tiles import Tile, heads_of_program, key_tile, query_tile
 from .launch import early, empty, launch, replay
 from .limits import interpreting, overlaps
@@ -305,13 +306,14 @@ def _common(rows: Rows, norm: Norm, rope: Rope) -> dict[str, object]:
 
 def _shape(rows: Rows, rope: Rope, tile: Tile) -> dict[str, object]:
     """Compile-time facts of a launch of the quantising kernel."""
+    padded = padded_head_dim(rows.x.shape[3])
     per_head = rows.cos is not None and rows.cos.shape[1] > 1
     # Of halves that are turned in part, a word would hold channels of either kind.
-    whole = rows.cos is None or rope.interleaved or rope.dim == padded_head_dim(rows.x.shape[3])
+    whole = rows.cos is None or rope.interleaved or rope.dim == padded
     words = whole and _in_words(rows.x, rows.second)
     options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
     return {
-        **options, "B": min(padded_head_dim(rows.x.shape[3]), 128), "ROWS": tile.rows, "TOGETHER": tile.together, "WARPS": tile.num_warps,
+        **options, "B": min(padded, 128), "ROWS": tile.rows, "TOGETHER": tile.together, "WARPS": tile.num_warps,
         "STAGES": tile.num_stages, "AHEAD": tile.ahead and words, "HELD": tile.held, "WORDS": words,
         "WEIGHT_WORDS": words and _in_words(rows.weight, rows.second_weight), "PER_HEAD": per_head,
         "UPCAST": interpreting(),

@@ -62,9 +62,8 @@ def _numbers(HALF: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _columns(HALF: tl.constexpr, R: tl.constexpr):
-    """Channels of the first and the second of each pair of halves; those that RoPE leaves alone as they come."""
-    j = _numbers(HALF, 4)
+def _columns(j, HALF: tl.constexpr, R: tl.constexpr):
+    """Channels of the first and the second of the pairs j of halves; those that RoPE leaves alone as they come."""
     if R == 2 * HALF:
         return j, j + HALF
     return tl.where(j < R // 2, j, j + R // 2), tl.where(j < R // 2, j + R // 2, j + HALF)
@@ -116,7 +115,7 @@ def _load_raw(
         a = _load_channels(start, _numbers(HALF, 2), keep, 1, 1, ONCE)
         b = _load_channels(start + HALF // 2, _numbers(HALF, 2), keep, 1, 1, ONCE)
     else:
-        first, second = _columns(HALF, R)
+        first, second = _columns(_numbers(HALF, 4), HALF, R)
         a = _load_channels(start, first, keep, D, 2 * HALF, ONCE)
         b = _load_channels(start, second, keep, D, 2 * HALF, ONCE)
     return a, b
