@@ -1,11 +1,12 @@
 """What quantising query and key costs of an attention call, and what fusing norm, RoPE and quantisation saves.
 
 For each shape, interleaved in one process and captured in CUDA graphs: a copy of the bytes that the fused kernels move;
-RMSNorm and RoPE by torch.compile, then our quantiser ("apart"); the fused kernels; the attention alone; and norm to
-output both ways. The inputs of a graph change from call to call, so that they come from memory and not from the cache.
-Bytes are counted from the shapes: 16-bit reads and writes of query and key, and the int8 ones. Each shape is checked
-against float64 first, and nothing is timed that misses its budget. bench_linear_qk.py has the linear layers. A first
-run with --check-only compiles everything, so that no time limit of the timed one goes to compilers.
+RMSNorm and RoPE by torch.compile, then our quantiser ("apart"); the fused kernels, and the same each after the one
+before it ("in_turn"); the attention alone; and norm to output both ways. The inputs of a graph change from call to
+call, so that they come from memory and not from the cache. Bytes are counted from the shapes: 16-bit reads and writes
+of query and key, and the int8 ones. Each shape is checked against float64 first, and nothing is timed that misses its
+budget. bench_linear_qk.py has the linear layers. A first run with --check-only compiles everything, so that no time
+limit of the timed one goes to compilers.
 
 Usage: python bench/bench_quantise.py [--cases all] [--tiles all] [--check-only] [--out FILE.jsonl]
 On a CPU, with TRITON_INTERPRET=1: --cases smoke
@@ -28,6 +29,7 @@ from records import RESULTS, Invocation, commit_here, table
 from timing import Effort, Run, captured, interleaved
 
 from sdpa_router.kernels.int8_attention import fused_tiles as launcher
+from sdpa_router.kernels.int8_attention import launch as launching
 from sdpa_router.kernels.int8_attention.configs import Config, config_of
 from sdpa_router.kernels.int8_attention.forward import attention
 from sdpa_router.kernels.int8_attention.fused import (
@@ -105,7 +107,7 @@ TILES: dict[str, dict[str, Any]] = {
     "start 0": {"_START": 0},
     "start 8": {"_START": 8},
 }
-PER_TILE = ("copy", "fused")
+PER_TILE = ("copy", "fused", "in_turn")
 
 
 @contextmanager
@@ -119,6 +121,17 @@ def tiled(name: str) -> Iterator[None]:
             setattr(launcher, attribute, value)
         if attributes is changes:
             yield
+
+
+@contextmanager
+def no_overlap() -> Iterator[None]:
+    """Launch kernels of a call when the one before is done, as on a GPU before Hopper."""
+    kept = launching.overlaps
+    forget()
+    launching.overlaps = lambda device: False
+    yield
+    launching.overlaps = kept
+    forget()
 
 
 @dataclass
@@ -239,6 +252,11 @@ def runs_of(problems: list[Problem], config: Config) -> dict[str, Callable[[], R
     def apart(problem: Problem) -> Quantized:
         return quantize(*normed(problem), None, scale, config, lse=False)
 
+    def fused_in_turn() -> Run:
+        with no_overlap():
+            fused(first, config)
+            return in_turn(lambda p: fused(p, config), problems)
+
     ready = fused(first, config)
     half = sum(first.case.bytes_fused().values()) // 2
     buffers = [torch.empty(2, half, dtype=torch.int8, device=first.query.device) for _ in problems]
@@ -248,6 +266,7 @@ def runs_of(problems: list[Problem], config: Config) -> dict[str, Callable[[], R
         "quantize": lambda: in_turn(lambda p: quantize(p.query, p.key, None, scale, config, lse=False), problems),
         "apart": lambda: in_turn(apart, problems),
         "fused": lambda: in_turn(lambda p: fused(p, config), problems),
+        "in_turn": fused_in_turn,
         "attention": lambda: in_turn(lambda p: attend(ready, p, config), problems),
         "whole_apart": lambda: in_turn(lambda p: attend(apart(p), p, config), problems),
         "whole_fused": lambda: in_turn(lambda p: attend(fused(p, config), p, config), problems),
@@ -320,8 +339,9 @@ def main() -> int:
         keys = ("of_copy", "faster", "whole_faster", "share", "error")
         facts = [f"{key} {value}" for key, value in row.items() if key.endswith("_us")]
         print(name, tile, *facts, *(f"{key} {row[key]:.3f}" for key in keys if key in row), flush=True)
-    shown = [(r["case"], r["tiles"], *(r.get(f"{n}_us", "-") for n in ("copy", "apart", "fused"))) for r in rows]
-    print(table(("case", "tiles", "copy us", "apart us", "fused us"), shown))
+    timed = ("copy", "apart", "fused", "in_turn")
+    shown = [(r["case"], r["tiles"], *(r.get(f"{n}_us", "-") for n in timed)) for r in rows]
+    print(table(("case", "tiles", "copy us", "apart us", "fused us", "in turn us"), shown))
     moved = [(r["case"], *_moved(r["bytes_apart"]), *_moved(r["bytes_fused"])) for r in rows if r["tiles"] == tiles[0]]
     titles = ("case", "apart: 16-bit MiB", "int8 MiB", "fused: 16-bit MiB", "int8 MiB")
     print(table(titles, moved))

@@ -20,8 +20,8 @@ from .fused_kernels import _rms_rope_quantize
 from .fused_norm import _finish_scales, _row_rms
 from .fused_shift import _rope_key_shift
 from .fused_tiles import Tile, heads_of_program, key_tile, query_tile
-from .launch import early, empty, launch, replay
-from .limits import interpreting, overlaps
+from .launch import early, empty, first, launch, replay
+from .limits import interpreting
 from .quantize import QuantizedKey, QuantizedQuery, processors_of
 
 SAMPLE = 64  # keys whose mean is the shift: what is left of the mean is an eighth of the keys' own scatter
@@ -201,7 +201,7 @@ def _launch_keys(
         _rope_key_shift, (batch * heads + has_own,),
         **arguments, N=length, NP=blocks * config.block_n, ROWS=SAMPLE, SEARCHED=SEARCHED,
         K=key.x, K2=_second(key), HAS_BIAS=bias is not None, FP16=tile.fp16, num_warps=8, **common,
-        **(early(device) if between.rstd is not None else {"PDL": overlaps(device)}),
+        **(first(device) if between.rstd is None else early(device)),
     )  # fmt: skip
     each = heads_of_program(tile, heads, batch * blocks, processors_of(device))
     norms = made.key_norm
@@ -253,7 +253,7 @@ def _launch_row_rms(key: Rows, between: _Between, norm: Norm) -> None:
         _row_rms, (triton.cdiv(key.length, _RMS_ROWS), x.shape[0]),
         x, second, between.rstd, norm.eps, key.length, x.shape[2], x.shape[1], *x.stride()[:3], *second.stride()[:3],
         D=x.shape[3], DP=padded_head_dim(x.shape[3]), ROWS=_RMS_ROWS, TOGETHER=_RMS_HEADS,
-        TWO=key.second is not None, PDL=overlaps(x.device), num_warps=4,
+        TWO=key.second is not None, num_warps=4, **first(x.device),
     )  # fmt: skip
 
 

@@ -56,12 +56,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         tape.add(kernel, compiled, grid, args, options)
 
 
-def early(device: torch.device) -> dict[str, bool]:
-    """Options of a launch that may begin when all programs of the launch before it have begun, on Hopper and newer.
+def first(device: torch.device) -> dict[str, bool]:
+    """Options of the first of launches that overlap where the GPU can do that; it begins when all before it is done.
 
-    A kernel with PDL lets the next one begin, and waits (gdc_wait) before it reads what the one before it wrote, and in
-    any case before it ends, for what follows waits for the last kernel only. The first launch of a call is no early one
-    and so begins when all that came before is done. From then on no memory of the call may change its owner.
+    Its kernel lets the next one begin as soon as all its programs have begun. See early().
+    """
+    return {"PDL": overlaps(device)}
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """Options of a later one of these launches, which begins when all programs of the one before it have begun.
+
+    Its kernel waits (gdc_wait) before it reads what the one before it wrote, and in any case before it ends: what comes
+    next, and is no early launch, waits for the last kernel only. From the first launch to the last no memory may
+    change its owner.
     """
     return {"PDL": True, "launch_pdl": True} if overlaps(device) else {"PDL": False}
 
