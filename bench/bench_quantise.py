@@ -105,6 +105,7 @@ TILES: dict[str, dict[str, Any]] = {
     "keys not ahead": {"_KEYS_FP16": Tile(128, 1, 8, 128, beside=2)},
     "queries not ahead": {"_QUERIES_FP16": Tile(8, 8, 4, 128, beside=4)},
     "start 0": {"_START": 0},
+    "start 1": {"_START": 1},
     "start 8": {"_START": 8},
 }
 PER_TILE = ("copy", "fused", "in_turn")
