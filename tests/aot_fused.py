@@ -16,6 +16,7 @@ from aot_compile import HEAD_DIMS, cuda_facts, facts, integers, target_of
 
 from sdpa_router.kernels.int8_attention import fused, fused_kernels, fused_norm, fused_shift, fused_tiles
 from sdpa_router.kernels.int8_attention.configs import config_for, hopper_config, padded_head_dim
+from sdpa_router.kernels.int8_attention.limits import triton_overlaps
 
 aot_compile.STRIDES += "s_l s_b2 s_h2 s_l2 s_cb s_ch s_cl".split()
 POINTERS = dict.fromkeys("W W2 COS SIN RSTD SHIFT SHIFT16 BIAS SCALE NORMS LSE_TERM SQUARES".split(), "*fp32")
@@ -43,7 +44,7 @@ def modes(head_dim: int) -> Iterator[tuple[str, dict]]:
 
 
 def variants(arch: int | str) -> Iterator[Variant]:
-    types, pdl = POINTERS | SCALARS, {"PDL": arch == 90}
+    types, pdl = POINTERS | SCALARS, {"PDL": arch == 90 and triton_overlaps()}
     for head_dim in HEAD_DIMS:
         padded = padded_head_dim(head_dim)
         shared = {"D": head_dim, "DP": padded, "B": min(padded, 128), "UPCAST": False, "PER_HEAD": False} | pdl
@@ -94,11 +95,18 @@ def variants(arch: int | str) -> Iterator[Variant]:
     yield "finish scales", fused_norm._finish_scales, types, constants, {"num_warps": 4}
 
 
-def traffic(compiled: object) -> dict[str, int]:
-    """Barriers, and loads and stores of shared memory, in a CUDA binary: what is exchanged between threads."""
+def traffic(compiled: object) -> dict[str, object]:
+    """Of a CUDA binary: barriers, loads and stores of shared memory, and how launches overlap.
+
+    lets_next, waits: how often a program lets the next kernel begin, and waits for the one before.  loads_before: loads
+    from memory that are under way when it first waits.
+    """
     sass = cuda_facts(compiled.asm["cubin"])[0] if "cubin" in compiled.asm else ""
+    found = re.findall(r"\b(BAR|STS|LDS|LDSM|PREEXIT|ACQBULK|LDG)\b", sass)
+    before = found[: found.index("ACQBULK")] if "ACQBULK" in found else []
     return {
-        "barriers": len(re.findall(r"\bBAR\.", sass)), "exchanges": len(re.findall(r"\b(?:STS|LDS|LDSM)\b", sass)),
+        "barriers": found.count("BAR"), "exchanges": sum(word in ("STS", "LDS", "LDSM") for word in found),
+        "lets_next": found.count("PREEXIT"), "waits": found.count("ACQBULK"), "loads_before": before.count("LDG"),
     }  # fmt: skip
 
 

@@ -43,8 +43,8 @@ _BLACKWELL_TRITON = (3, 8)
 _INTERPRETER_TRITON = (3, 7)
 _INTERPRETER_NUMPY = (2, 4)
 # The first GPU with programmatic dependent launches, and the first driver (CUDA 12.4) whose graphs keep them.
-_DEPENDENT_CAPABILITY = (9, 0)
-_DEPENDENT_DRIVER = 12040
+_OVERLAP_CAPABILITY = (9, 0)
+_OVERLAP_DRIVER = 12040
 
 
 def interpreting() -> bool:
@@ -116,17 +116,18 @@ def overlaps(device: torch.device) -> bool:
     """Whether a kernel can begin on `device` while the one before it runs (programmatic dependent launch)."""
     if device.type != "cuda" or torch.version.hip or interpreting() or not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_capability(device) >= _DEPENDENT_CAPABILITY and _dependent_launches()
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= _OVERLAP_CAPABILITY and driver >= _OVERLAP_DRIVER and triton_overlaps()
 
 
 @functools.cache
-def _dependent_launches() -> bool:
-    """Whether Triton has them, and a driver that captures them in graphs."""
+def triton_overlaps() -> bool:
+    """Whether this Triton compiles kernels for that."""
     from triton.backends.nvidia.compiler import CUDAOptions
     from triton.language.extra import cuda
 
-    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
-    return hasattr(CUDAOptions, "launch_pdl") and hasattr(cuda, "gdc_wait") and driver >= _DEPENDENT_DRIVER
+    return hasattr(CUDAOptions, "launch_pdl") and hasattr(cuda, "gdc_wait")
 
 
 def _text(version: tuple[int, int] | None, separator: str = ".") -> str:
