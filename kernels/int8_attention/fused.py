@@ -26,7 +26,8 @@ from .quantize import QuantizedKey, QuantizedQuery, processors_of
 
 SAMPLE = 64  # keys whose mean is the shift: what is left of the mean is an eighth of the keys' own scatter
 SEARCHED = 1024  # keys of a step that looks for one that is not masked
-_RMS_ROWS, _RMS_HEADS = 4, 8  # rows of a program of the norm across heads, and heads that it reads at a time
+_RMS_ROWS, _FINISHED_ROWS = 4, 128  # rows of a program of the norm across heads, before and after
+_RMS_HEADS = 8  # heads that they read at a time
 
 
 @dataclass(frozen=True)
@@ -261,10 +262,10 @@ def _launch_finish(query: Rows, made: QuantizedQuery, between: _Between, norm: N
     """The last factor of the scales, for which all heads must be known."""
     x, length, term = query.x, query.length, made.lse_term
     launch(
-        _finish_scales, (triton.cdiv(length, 128), x.shape[0]),
+        _finish_scales, (triton.cdiv(length, _FINISHED_ROWS), x.shape[0]),
         between.squares, made.query_scale, term if term is not None else made.query_scale, norm.eps, length, x.shape[1],
-        D=x.shape[3], ROWS=128, HAS_LSE=term is not None, BEFORE=x.dtype == torch.float16, num_warps=4,
-        **early(x.device),
+        D=x.shape[3], ROWS=_FINISHED_ROWS, TOGETHER=_RMS_HEADS, HAS_LSE=term is not None,
+        BEFORE=x.dtype == torch.float16, num_warps=4, **early(x.device),
     )  # fmt: skip
 
 
