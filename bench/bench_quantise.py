@@ -1,12 +1,12 @@
 """What quantising query and key costs of an attention call, and what fusing norm, RoPE and quantisation saves.
 
 For each shape, interleaved in one process and captured in CUDA graphs: a copy of the bytes that the fused kernels move;
-RMSNorm and RoPE by torch.compile, then our quantiser ("apart"); the fused kernels, and the same each after the one
-before it ("in_turn"); the attention alone; and norm to output both ways. The inputs of a graph change from call to
-call, so that they come from memory and not from the cache. Bytes are counted from the shapes: 16-bit reads and writes
-of query and key, and the int8 ones. Each shape is checked against float64 first, and nothing is timed that misses its
-budget. bench_linear_qk.py has the linear layers. A first run with --check-only compiles everything, so that no time
-limit of the timed one goes to compilers.
+RMSNorm and RoPE by torch.compile, then our quantiser ("apart"); the fused kernels, and those and the quantiser without
+overlap of their kernels ("in_turn"); the attention alone; and norm to output both ways. The inputs of a graph change
+from call to call, so that they come from memory and not from the cache. Bytes are counted from the shapes: 16-bit reads
+and writes of query and key, and the int8 ones. Each shape is checked against float64 first, and nothing is timed that
+misses its budget. bench_linear_qk.py has the linear layers. A first run with --check-only compiles everything, so that
+no time limit of the timed one goes to compilers.
 
 Usage: python bench/bench_quantise.py [--cases all] [--tiles all] [--check-only] [--out FILE.jsonl]
 On a CPU, with TRITON_INTERPRET=1: --cases smoke
@@ -253,10 +253,10 @@ def runs_of(problems: list[Problem], config: Config) -> dict[str, Callable[[], R
     def apart(problem: Problem) -> Quantized:
         return quantize(*normed(problem), None, scale, config, lse=False)
 
-    def fused_in_turn() -> Run:
+    def one_by_one(function: Callable[[Problem], object]) -> Run:
         with no_overlap():
-            fused(first, config)
-            return in_turn(lambda p: fused(p, config), problems)
+            function(first)
+            return in_turn(function, problems)
 
     ready = fused(first, config)
     half = sum(first.case.bytes_fused().values()) // 2
@@ -265,9 +265,10 @@ def runs_of(problems: list[Problem], config: Config) -> dict[str, Callable[[], R
         "copy": lambda: in_turn(lambda b: b[0].copy_(b[1]), buffers),
         "norm_rope": lambda: in_turn(normed, problems),
         "quantize": lambda: in_turn(lambda p: quantize(p.query, p.key, None, scale, config, lse=False), problems),
+        "quantize_in_turn": lambda: one_by_one(lambda p: quantize(p.query, p.key, None, scale, config, lse=False)),
         "apart": lambda: in_turn(apart, problems),
         "fused": lambda: in_turn(lambda p: fused(p, config), problems),
-        "in_turn": fused_in_turn,
+        "in_turn": lambda: one_by_one(lambda p: fused(p, config)),
         "attention": lambda: in_turn(lambda p: attend(ready, p, config), problems),
         "whole_apart": lambda: in_turn(lambda p: attend(apart(p), p, config), problems),
         "whole_fused": lambda: in_turn(lambda p: attend(fused(p, config), p, config), problems),

@@ -1,20 +1,25 @@
-"""Kernels of the fused quantisation that begin before the one before them is done answer as they do one by one."""
+"""Kernels of the quantisation that begin before the one before them is done answer as they do one by one."""
 
 from __future__ import annotations
+
+import ast
+from pathlib import Path
 
 import pytest
 import torch
 
-from sdpa_router.kernels.int8_attention import fused
+from sdpa_router.kernels.int8_attention import fused, quantize
 from sdpa_router.kernels.int8_attention import launch as launching
 from sdpa_router.kernels.int8_attention.configs import config_of, hopper_config
 from sdpa_router.kernels.int8_attention.fused import Norm, Rope, Rows, rms_rope_quantize_pair
 from sdpa_router.kernels.int8_attention.launch import forget
 from sdpa_router.kernels.int8_attention.limits import overlaps
+from sdpa_router.kernels.int8_attention.quantize import quantize_pair
 
 # Heads of queries and of keys, their lengths, head_dim.
 SHAPES = [(16, 16, 4096, 4096, 128), (24, 24, 4608, 4608, 128), (8, 2, 300, 1111, 64), (3, 3, 70, 40, 256)]
-KINDS = ["head", "across", "lse", "masked", "two"]
+# "plain": the quantiser without norm and RoPE.
+KINDS = ["head", "across", "lse", "masked", "two", "plain", "plain lse", "plain masked"]
 
 
 def draw(shape, kind, device, dtype=torch.bfloat16):
@@ -29,16 +34,19 @@ def draw(shape, kind, device, dtype=torch.bfloat16):
         parts = (x[:, :, :13], x[:, :, 13:]) if kind == "two" else (x, None)
         other = None if parts[1] is None else weight.flip(0)
         sides.append(Rows(parts[0], weight, turn.cos(), turn.sin(), parts[1], other))
-    mask = torch.rand(1, 1, 1, kv_len, device=device) > 0.3 if kind == "masked" else None
-    return *sides, mask, across, kind == "lse"
+    mask = torch.rand(1, 1, 1, kv_len, device=device) > 0.3 if "masked" in kind else None
+    return *sides, mask, None if "plain" in kind else Norm(1e-6, across), "lse" in kind
 
 
 def quantized(call, config=None):
     """The tensors that a call gives."""
-    query, key, mask, across, lse = call
+    query, key, mask, norm, lse = call
     config = config or config_of(query.x, key.x)
     rope = Rope(query.x.shape[3], interleaved=True)
-    made = rms_rope_quantize_pair(query, key, mask, 0.1, config, Norm(1e-6, across), rope, lse=lse)
+    if norm is None:
+        made = quantize_pair(query.x, key.x, mask, 0.1, config, lse=lse)
+    else:
+        made = rms_rope_quantize_pair(query, key, mask, 0.1, config, norm, rope, lse=lse)
     return [tensor for side in made for tensor in side if isinstance(tensor, torch.Tensor)]
 
 
@@ -62,16 +70,26 @@ def test_no_memory_changes_its_owner_while_kernels_overlap(monkeypatch, kind):
     """All of it is there before the first launch; that one is no early one, and all others are."""
     noted = []
     monkeypatch.setattr(launching, "overlaps", lambda device: True)
-    monkeypatch.setattr(fused, "launch", lambda kernel, grid, *args, **options: noted.append(options))
     monkeypatch.setattr(fused, "replay", lambda numbers, tensors, run: run())
-    for name in ("empty", "prepare"):
-        usual = getattr(fused, name)
-        monkeypatch.setattr(fused, name, lambda *a, _usual=usual, _name=name: noted.append(_name) or _usual(*a))
+    for module in (fused, quantize):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *args, **options: noted.append(options))
+        for name in ("empty", "prepare"):
+            usual = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda *a, _usual=usual, _name=name: noted.append(_name) or _usual(*a))
     quantized(draw(SHAPES[2], kind, torch.device("cpu")), hopper_config(64))
     launches = noted[noted.index(next(options for options in noted if isinstance(options, dict))) :]
-    assert len(launches) == (5 if kind == "across" else 3)
+    assert len(launches) == (5 if kind == "across" else 2 if "plain" in kind else 3)
     assert [options.get("launch_pdl", False) for options in launches] == [False] + [True] * (len(launches) - 1)
     assert all(options["PDL"] for options in launches)
+
+
+@pytest.mark.parametrize("name", ["fused_kernels", "fused_norm", "fused_shift", "quantize_kernels"])
+def test_no_kernel_waits_in_a_loop(name):
+    """Triton moves loads of a loop in front of it, over whatever stands between."""
+    path = Path(fused.__file__).with_name(f"{name}.py")
+    loops = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.For)]
+    assert "gdc_wait" in path.read_text()
+    assert not [loop.lineno for loop in loops if "gdc_wait" in ast.unparse(loop)]
 
 
 def test_nothing_overlaps_on_a_cpu():
@@ -90,7 +108,7 @@ def test_it_answers_as_one_by_one(device, one_by_one, shape, kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["head", "across", "lse"])
+@pytest.mark.parametrize("kind", ["head", "across", "lse", "plain"])
 def test_calls_that_follow_each_other(device, one_by_one, kind):
     """What a call read and what it made is overwritten as soon as the next kernels may run."""
     calls = [draw(SHAPES[i % 2], kind, device) for i in range(6)]
@@ -129,7 +147,7 @@ def test_calls_on_two_streams(device, one_by_one):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["head", "across"])
+@pytest.mark.parametrize("kind", ["head", "across", "plain"])
 def test_a_captured_graph(device, one_by_one, kind):
     """Each replay reads what was written just before, and its calls follow each other without a gap."""
     calls = [draw(SHAPES[0], kind, device) for _ in range(3)]
