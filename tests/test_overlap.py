@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from sdpa_router.kernels.int8_attention import fused, quantize
+from sdpa_router.kernels.int8_attention import bias, fused, quantize
 from sdpa_router.kernels.int8_attention import launch as launching
 from sdpa_router.kernels.int8_attention.configs import config_of, hopper_config
 from sdpa_router.kernels.int8_attention.fused import Norm, Rope, Rows, rms_rope_quantize_pair
 from sdpa_router.kernels.int8_attention.launch import forget
-from sdpa_router.kernels.int8_attention.limits import overlaps
+from sdpa_router.kernels.int8_attention.limits import overlaps, triton_overlaps
 from sdpa_router.kernels.int8_attention.quantize import quantize_pair
 
 # Heads of queries and of keys, their lengths, head_dim.
@@ -71,6 +71,7 @@ def test_no_memory_changes_its_owner_while_kernels_overlap(monkeypatch, kind):
     noted = []
     monkeypatch.setattr(launching, "overlaps", lambda device: True)
     monkeypatch.setattr(fused, "replay", lambda numbers, tensors, run: run())
+    monkeypatch.setattr(bias, "launch", lambda *arguments, **options: None)  # of prepare(), before all others
     for module in (fused, quantize):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, *args, **options: noted.append(options))
         for name in ("empty", "prepare"):
@@ -95,6 +96,15 @@ def test_no_kernel_waits_in_a_loop(name):
 def test_nothing_overlaps_on_a_cpu():
     assert not overlaps(torch.device("cpu"))
     assert launching.early(torch.device("cpu")) == launching.first(torch.device("cpu")) == {"PDL": False}
+
+
+@pytest.mark.gpu
+def test_they_overlap_here(device):
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0) and torch.version.cuda >= "12.8"
+    if not (hopper and triton_overlaps()):
+        pytest.skip("an older GPU, CUDA or Triton")
+    assert overlaps(device)
+    assert launching.early(device) == {"PDL": True, "launch_pdl": True}
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import sys
@@ -116,9 +117,19 @@ def overlaps(device: torch.device) -> bool:
     """Whether a kernel can begin on `device` while the one before it runs (programmatic dependent launch)."""
     if device.type != "cuda" or torch.version.hip or interpreting() or not torch.cuda.is_available():
         return False
-    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
-    capability = torch.cuda.get_device_capability(device)
-    return capability >= _OVERLAP_CAPABILITY and driver >= _OVERLAP_DRIVER and triton_overlaps()
+    capable = torch.cuda.get_device_capability(device) >= _OVERLAP_CAPABILITY
+    return capable and _driver() >= _OVERLAP_DRIVER and triton_overlaps()
+
+
+@functools.cache
+def _driver() -> int:
+    """The CUDA version that the driver knows, 12040 for 12.4; 0 where it can't be asked."""
+    library, version = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1", ctypes.c_int(0)
+    try:
+        ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
 
 
 @functools.cache
