@@ -92,7 +92,7 @@ def variants(arch: int | str) -> Iterator[Variant]:
             "TWO": True,
         } | pdl
         yield f"row rms D{head_dim}", fused_norm._row_rms, types, constants, {"num_warps": 4}
-    constants = pdl | {"D": 128, "ROWS": fused._FINISHED_ROWS, "TOGETHER": fused._RMS_HEADS}
+    constants = pdl | {"D": 128, "ROWS": fused._FINISHED_ROWS, "TOGETHER": fused._FINISHED_HEADS}
     constants |= {"HAS_LSE": True, "BEFORE": True}
     yield "finish scales", fused_norm._finish_scales, types, constants, {"num_warps": 4}
 

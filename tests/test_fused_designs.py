@@ -119,7 +119,8 @@ def test_the_order_of_axes_changes_nothing(monkeypatch, two):
 def test_a_norm_across_heads_reads_some_heads_at_a_time(monkeypatch, dtype):
     call = arguments(across=True, dtype=dtype, heads=5)
     expected = quantized(call, True)
-    monkeypatch.setattr(fused, "_RMS_HEADS", 2)
+    for name in ("_RMS_HEADS", "_FINISHED_HEADS"):
+        monkeypatch.setattr(fused, name, 2)
     forget()
     made = quantized(call, True)
     assert torch.equal(made.query, expected.query)

@@ -26,8 +26,9 @@ from .quantize import QuantizedKey, QuantizedQuery, processors_of
 
 SAMPLE = 64  # keys whose mean is the shift: what is left of the mean is an eighth of the keys' own scatter
 SEARCHED = 1024  # keys of a step that looks for one that is not masked
-_RMS_ROWS, _FINISHED_ROWS = 4, 128  # rows of a program of the norm across heads, before and after
-_RMS_HEADS = 8  # heads that they read at a time
+# Of the norm across heads: rows of a program, and heads that it reads at a time, at most.
+_RMS_ROWS, _RMS_HEADS = 4, 8
+_FINISHED_ROWS, _FINISHED_HEADS = 32, 64
 
 
 @dataclass(frozen=True)
@@ -264,8 +265,8 @@ def _launch_finish(query: Rows, made: QuantizedQuery, between: _Between, norm: N
     launch(
         _finish_scales, (triton.cdiv(length, _FINISHED_ROWS), x.shape[0]),
         between.squares, made.query_scale, term if term is not None else made.query_scale, norm.eps, length, x.shape[1],
-        D=x.shape[3], ROWS=_FINISHED_ROWS, TOGETHER=_RMS_HEADS, HAS_LSE=term is not None,
-        BEFORE=x.dtype == torch.float16, num_warps=4, **early(x.device),
+        D=x.shape[3], ROWS=_FINISHED_ROWS, TOGETHER=min(_FINISHED_HEADS, triton.next_power_of_2(x.shape[1])),
+        HAS_LSE=term is not None, BEFORE=x.dtype == torch.float16, num_warps=4, **early(x.device),
     )  # fmt: skip
 
 
