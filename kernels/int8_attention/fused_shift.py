@@ -77,7 +77,8 @@ def _rope_key_shift(
     if R > 0:
         at = h * s_ch + row.to(tl.int64) * s_cl + j * s_cj
         turned = j < R // 2
-        cos, sin = tl.load(COS + at, mask=turned, other=1.0), tl.load(SIN + at, mask=turned, other=0.0)
+        cos = tl.load(COS + at, mask=turned, other=1.0).to(tl.float32)
+        sin = tl.load(SIN + at, mask=turned, other=0.0).to(tl.float32)
     tl.debug_barrier()  # so that the loads above are under way when the first sums wait for those below
     x, y = _pairs(source + h * step, keep, D, HALF, R, HALVES)
     largest = _largest_weight(W, W2, D, DP, TWO) if FP16 and HAS_WEIGHT else 1.0
@@ -91,7 +92,7 @@ def _rope_key_shift(
             rstd *= tl.math.rsqrt(tl.sum(x * x + y * y, 1)[:, None] * (1.0 / D) + eps)
     x, y = x * wa, y * wb
     if R > 0:
-        x, y = _turned(x, y, (cos.to(tl.float32), sin.to(tl.float32), sin.to(tl.float32), cos.to(tl.float32)))
+        x, y = _turned(x, y, (cos, sin, sin, cos))
     both = tl.sum(tl.join(_finite(x * rstd), _finite(y * rstd)), 0)  # [HALF, 2]
     mean = both / tl.maximum(count, 1).to(tl.float32)
     to = head * DP + tl.arange(0, HALF)[:, None] + tl.arange(0, 2)[None, :] * HALF
