@@ -98,21 +98,12 @@ CASES = {
 }  # fmt: skip
 
 
-def _prefetching(queries: int, keys: int) -> dict[str, Tile]:
-    """The tables with another distance of what is brought to the L2 cache."""
-    tables = {"_QUERIES": queries, "_QUERIES_FP16": queries, "_KEYS": keys, "_KEYS_FP16": keys}
-    return {name: getattr(launcher, name)._replace(prefetch=distance) for name, distance in tables.items()}
-
-
 # Launches of the fused kernels to be measured beside the one that is used: changes of the tables in fused_tiles.py.
 TILES: dict[str, dict[str, Any]] = {
     "default": {},
     "float32": {"_QUERIES_FP16": None, "_KEYS_FP16": None},
     "keys not ahead": {"_KEYS_FP16": Tile(128, 1, 8, 128, beside=2)},
     "queries not ahead": {"_QUERIES_FP16": Tile(8, 8, 4, 128, beside=4)},
-    "prefetch 2": _prefetching(2, 2),
-    "prefetch 3": _prefetching(3, 3),
-    "prefetch at start": _prefetching(-2, -3),
     "start 0": {"_START": 0},
     "start 1": {"_START": 1},
     "start 8": {"_START": 8},

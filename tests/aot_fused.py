@@ -62,7 +62,7 @@ def variants(arch: int | str) -> Iterator[Variant]:
             constants = shared | flags | {
                 "ROWS": tile.rows, "TOGETHER": tile.together, 
                 "WARPS": tile.num_warps, "HELD": tile.held, "WORDS": True, "WEIGHT_WORDS": True,
-                "STAGES": tile.num_stages, "AHEAD": tile.ahead, "PREFETCH": tile.prefetch,
+                "STAGES": tile.num_stages, "AHEAD": tile.ahead,
                 "IS_KEY": is_key,
                 "SCALES": 4 if config.gluon and is_key else 1, "HAS_NORM": config.gluon and is_key,
                 "HAS_LSE": False, "FP16": tile.fp16, "EVEN": not flags["HAS_BIAS"],

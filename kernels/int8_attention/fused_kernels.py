@@ -18,7 +18,6 @@ from .fused_parts import (
     _multiply_add,
     _numbers,
     _pairs_of,
-    _prefetch,
     _product,
     _row_numbers,
     _rows_of,
@@ -37,7 +36,7 @@ def _rms_rope_quantize(
     eps, factor, lse_factor, L, split, heads, each, group, bias_rows,
     s_b, s_h, s_l, s_b2, s_h2, s_l2, s_cb, s_ch, s_cl, s_cj, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
-    WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PREFETCH: tl.constexpr, HELD: tl.constexpr,
+    WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HELD: tl.constexpr,
     WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr,
     ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr, PER_HEAD: tl.constexpr, IS_KEY: tl.constexpr,
     HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, EVEN: tl.constexpr,
@@ -48,8 +47,6 @@ def _rms_rope_quantize(
     Programs of the same rows follow each other: their heads lie side by side in memory.  What lies past the last row or
     head is read as that, and not written.  HELD: angles and weights stay in registers from head to head.
     AHEAD: a head's values are loaded while the one before is worked on, for as many registers.
-    PREFETCH: how many tiles before they are worked on values are brought to the L2 cache, 0 for never; negative: of so
-    many tiles after the first one, and no more.
     PDL: the kernel before this one may still run, see launch.early().
     """
     if PDL:
@@ -88,10 +85,6 @@ def _rms_rope_quantize(
     if AHEAD:
         h = tl.minimum(start + of, heads - 1)
         raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
-    if PREFETCH != 0:
-        line = source + _dealt(tl.arange(0, 4)[:, None, None, None, None]) * (DP // 4)
-        for further in tl.static_range(1, PREFETCH if PREFETCH > 0 else 1 - PREFETCH):
-            _prefetch(line + _dealt(tl.minimum(start + further * TOGETHER + of, end - 1)) * step)
     if HELD_TURN:
         cos, sin = _angles(COS, SIN, place * 0, place, s_ch, s_cl, s_cj, HALF, R)
         if FP16:
@@ -116,8 +109,6 @@ def _rms_rope_quantize(
     for first in tl.range(start, end, TOGETHER, num_stages=STAGES):
         head = b * heads + first  # of the first one
         h = tl.minimum(first + of, heads - 1)
-        if PREFETCH > 0:
-            _prefetch(line + _dealt(tl.minimum(first + PREFETCH * TOGETHER + of, end - 1)) * step)
         if not AHEAD:
             raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
         x, y = _pairs_of(raw, raw2, HALVES, WORDS)

@@ -122,14 +122,6 @@ def _load_raw(
 
 
 @triton.jit
-def _prefetch(start):
-    """Have lines of 128 bytes brought to the L2 cache, at pointers to 16-bit values."""
-    if ASM:
-        asm: tl.constexpr = "prefetch.global.L2 [$1]; // no $0"
-        tl.inline_asm_elementwise(asm, "=r,l", [start.to(tl.int64)], tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def _pairs_of(a, b, HALVES: tl.constexpr, WORDS: tl.constexpr):
     """[4, W, R, C, 4] of the first and of the second channels of the pairs, in float32, of what _load_raw() loaded."""
     if not HALVES:

@@ -14,8 +14,7 @@ class Tile(NamedTuple):
     num_stages: of its loop; where products are mma.sync two of them take fewer registers than one.
     max_registers: of a thread, where the compiler would take a few more than let another program run beside it.
     held: whether angles and weights stay in registers from head to head.  ahead: whether the values of the next head
-    are loaded before this one is done.  prefetch: how many tiles before they are worked on values are brought to the L2
-    cache, 0 for never.  beside: programs that an SM runs at once.
+    are loaded before this one is done.  beside: programs that an SM runs at once.
     """
 
     rows: int
@@ -27,7 +26,6 @@ class Tile(NamedTuple):
     beside: int = 1
     num_stages: int = 1
     fp16: bool = False
-    prefetch: int = 0
 
 
 # On an H200. Rows are those of a tile up to head_dim 128. Eight make all of a thread's queries heads of one row, with
@@ -60,7 +58,6 @@ def query_tile(padded: int, config: Config, *, lse: bool, normed: bool = False) 
         num_warps=tile.num_warps * (1 if config.gluon else _PORTABLE),
         held=tile.held if config.gluon else padded <= 128,
         ahead=tile.ahead and config.gluon,
-        prefetch=tile.prefetch if config.gluon else 0,
         max_registers=tile.max_registers if config.gluon and not lse and padded <= 128 else None,
     )
 
@@ -78,7 +75,6 @@ def key_tile(padded: int, config: Config, *, normed: bool = False) -> Tile:
         max_registers=tile.max_registers if config.gluon and padded == 128 else None,
         held=tile.held or not config.gluon,
         ahead=tile.ahead and config.gluon and padded == 128,
-        prefetch=tile.prefetch if config.gluon else 0,
         num_stages=1 if config.gluon else min(2, config.num_stages),
     )
 
