@@ -1,11 +1,12 @@
 """What quantising query and key costs of an attention call, and what fusing norm, RoPE and quantisation saves.
 
 For each shape, interleaved in one process and captured in CUDA graphs: a copy of the bytes that the fused kernels move;
-RMSNorm and RoPE by torch.compile, then our quantiser ("apart"); the fused kernels; the attention alone; and norm to
-output both ways. The inputs of a graph change from call to call, so that they come from memory and not from the cache.
-Bytes are counted from the shapes: 16-bit reads and writes of query and key, and the int8 ones. Each shape is checked
-against float64 first, and nothing is timed that misses its budget. bench_linear_qk.py has the linear layers. A first
-run with --check-only compiles everything, so that no time limit of the timed one goes to compilers.
+RMSNorm and RoPE by torch.compile, then our quantiser ("apart"); the fused kernels, and those and the quantiser without
+overlap of their kernels ("in_turn"); the attention alone; and norm to output both ways. The inputs of a graph change
+from call to call, so that they come from memory and not from the cache. Bytes are counted from the shapes: 16-bit reads
+and writes of query and key, and the int8 ones. Each shape is checked against float64 first, and nothing is timed that
+misses its budget. bench_linear_qk.py has the linear layers. A first run with --check-only compiles everything, so that
+no time limit of the timed one goes to compilers.
 
 Usage: python bench/bench_quantise.py [--cases all] [--tiles all] [--check-only] [--out FILE.jsonl]
 On a CPU, with TRITON_INTERPRET=1: --cases smoke
@@ -28,14 +29,14 @@ from records import RESULTS, Invocation, chosen, commit_here, table
 from timing import Effort, Run, captured, interleaved
 
 from sdpa_router.kernels.int8_attention import fused_tiles as launcher
+from sdpa_router.kernels.int8_attention import launch as launching
 from sdpa_router.kernels.int8_attention.configs import Config, config_of
 from sdpa_router.kernels.int8_attention.forward import attention
 from sdpa_router.kernels.int8_attention.fused import (
     Norm,
     Rope,
     Rows,
-    rms_rope_quantize_key,
-    rms_rope_quantize_query,
+    rms_rope_quantize_pair,
 )
 from sdpa_router.kernels.int8_attention.fused_reference import rms_rope_reference
 from sdpa_router.kernels.int8_attention.fused_tiles import Tile
@@ -104,9 +105,10 @@ TILES: dict[str, dict[str, Any]] = {
     "keys not ahead": {"_KEYS_FP16": Tile(128, 1, 8, 128, beside=2)},
     "queries not ahead": {"_QUERIES_FP16": Tile(8, 8, 4, 128, beside=4)},
     "start 0": {"_START": 0},
+    "start 1": {"_START": 1},
     "start 8": {"_START": 8},
 }
-PER_TILE = ("copy", "fused")
+PER_TILE = ("copy", "fused", "in_turn")
 
 
 @contextmanager
@@ -120,6 +122,17 @@ def tiled(name: str) -> Iterator[None]:
             setattr(launcher, attribute, value)
         if attributes is changes:
             yield
+
+
+@contextmanager
+def no_overlap() -> Iterator[None]:
+    """Launch kernels of a call when the one before is done, as on a GPU before Hopper."""
+    kept = launching.overlaps
+    forget()
+    launching.overlaps = lambda device: False
+    yield
+    launching.overlaps = kept
+    forget()
 
 
 @dataclass
@@ -179,9 +192,8 @@ def fused(problem: Problem, config: Config) -> Quantized:
     if problem.weights is None:
         return join(*quantize_pair(query.x, key.x, None, problem.case.head_dim**-0.5, config, lse=False))
     rope = Rope(problem.case.head_dim, interleaved=True)
-    k, rotation = rms_rope_quantize_key(key, None, config, problem.norm, rope, group=1)
-    q = rms_rope_quantize_query(query, problem.case.head_dim**-0.5, config, problem.norm, rope, rotation)
-    return Quantized(q.query, q.query_scale, k.key, k.key_scale, k.bias, k.anchor, None, k.key_norm, k.live, k.kv_len)
+    scale = problem.case.head_dim**-0.5
+    return join(*rms_rope_quantize_pair(query, key, None, scale, config, problem.norm, rope, lse=False))
 
 
 def check(problem: Problem, config: Config) -> float:
@@ -241,6 +253,11 @@ def runs_of(problems: list[Problem], config: Config) -> dict[str, Callable[[], R
     def apart(problem: Problem) -> Quantized:
         return quantize(*normed(problem), None, scale, config, lse=False)
 
+    def one_by_one(function: Callable[[Problem], object]) -> Run:
+        with no_overlap():
+            function(first)
+            return in_turn(function, problems)
+
     ready = fused(first, config)
     half = sum(first.case.bytes_fused().values()) // 2
     buffers = [torch.empty(2, half, dtype=torch.int8, device=first.query.device) for _ in problems]
@@ -248,8 +265,10 @@ def runs_of(problems: list[Problem], config: Config) -> dict[str, Callable[[], R
         "copy": lambda: in_turn(lambda b: b[0].copy_(b[1]), buffers),
         "norm_rope": lambda: in_turn(normed, problems),
         "quantize": lambda: in_turn(lambda p: quantize(p.query, p.key, None, scale, config, lse=False), problems),
+        "quantize_in_turn": lambda: one_by_one(lambda p: quantize(p.query, p.key, None, scale, config, lse=False)),
         "apart": lambda: in_turn(apart, problems),
         "fused": lambda: in_turn(lambda p: fused(p, config), problems),
+        "in_turn": lambda: one_by_one(lambda p: fused(p, config)),
         "attention": lambda: in_turn(lambda p: attend(ready, p, config), problems),
         "whole_apart": lambda: in_turn(lambda p: attend(apart(p), p, config), problems),
         "whole_fused": lambda: in_turn(lambda p: attend(fused(p, config), p, config), problems),
@@ -322,8 +341,9 @@ def main() -> int:
         keys = ("of_copy", "faster", "whole_faster", "share", "error")
         facts = [f"{key} {value}" for key, value in row.items() if key.endswith("_us")]
         print(name, tile, *facts, *(f"{key} {row[key]:.3f}" for key in keys if key in row), flush=True)
-    shown = [(r["case"], r["tiles"], *(r.get(f"{n}_us", "-") for n in ("copy", "apart", "fused"))) for r in rows]
-    print(table(("case", "tiles", "copy us", "apart us", "fused us"), shown))
+    timed = ("copy", "apart", "fused", "in_turn")
+    shown = [(r["case"], r["tiles"], *(r.get(f"{n}_us", "-") for n in timed)) for r in rows]
+    print(table(("case", "tiles", "copy us", "apart us", "fused us", "in turn us"), shown))
     moved = [(r["case"], *_moved(r["bytes_apart"]), *_moved(r["bytes_fused"])) for r in rows if r["tiles"] == tiles[0]]
     titles = ("case", "apart: 16-bit MiB", "int8 MiB", "fused: 16-bit MiB", "int8 MiB")
     print(table(titles, moved))

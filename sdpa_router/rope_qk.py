@@ -130,17 +130,14 @@ def _quantize(
     lse: bool,
     precision: str,
 ) -> QuantizedQK:
-    from .kernels.int8_attention.fused import Norm, Rope, rms_rope_quantize_key, rms_rope_quantize_query
+    from .kernels.int8_attention.fused import Norm, Rope, rms_rope_quantize_pair
 
     config = choose_config(query.x, "auto", precision)
     norm, rope = Norm(eps, across), Rope(rotary, interleaved)
     with torch.cuda.device_of(query.x):
-        keys, rotation = rms_rope_quantize_key(
-            key, key_row(attn_mask), config, norm, rope,
-            group=query.x.shape[1] // key.x.shape[1], per_token=precision == "high",
-        )  # fmt: skip
-        shift = keys.shift if lse else None
-        queries = rms_rope_quantize_query(query, scale, config, norm, rope, rotation, shift=shift)
+        queries, keys = rms_rope_quantize_pair(
+            query, key, key_row(attn_mask), scale, config, norm, rope, lse=lse, per_token=precision == "high"
+        )
     return QuantizedQK(
         queries.query,
         queries.query_scale,

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from sdpa_router.kernels.int8_attention import bias as bias_kernels
 from sdpa_router.kernels.int8_attention import forward, quantize, quantize_kernels
 from sdpa_router.kernels.int8_attention.configs import Config, config_for, hopper_config, padded_head_dim
-from sdpa_router.kernels.int8_attention.limits import LIMITS
+from sdpa_router.kernels.int8_attention.limits import LIMITS, triton_overlaps
 
 TOOLS = os.path.join(os.path.dirname(triton.backends.nvidia.__file__), "bin")
 STRIDES = "s_vb s_vh s_vn s_ob s_oh s_om s_b s_h s_n s_kb s_kh s_kn s_qb s_qh s_qm".split()
@@ -93,11 +93,12 @@ def attention_variant(head_dim: int, dtype: str, flags: Flags, config: Config) -
 
 def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict, dict]]:
     types = dict.fromkeys("SHIFT BIAS K_SCALE NORM Q_SCALE LSE_TERM".split(), "*fp32") | {
-        "K": "*bf16", "Q": "*bf16", "ROTATION": "*bf16", "K8": "*i8", "Q8": "*i8", "factor": "fp32",
+        "K": "*bf16", "Q": "*bf16", "K8": "*i8", "Q8": "*i8", "factor": "fp32",
         "lse_factor": "fp32",
-        **integers("N NP M step steps heads kv_heads key_programs k_chunks q_chunks bias_rows"),
+        **integers("N NP M step steps heads kv_heads query_programs k_chunks q_chunks bias_rows"),
         **integers("s_kb s_kh s_kn s_qb s_qh s_qm s_b s_h s_n s_bias_b s_bias_h"),
     }  # fmt: skip
+    overlaps = arch == 90 and triton_overlaps()
     for head_dim in HEAD_DIMS:
         padded = padded_head_dim(head_dim)
         shared = {"D": head_dim, "DP": padded, "B": min(padded, 128)}
@@ -106,20 +107,18 @@ def quantize_variants(arch: int | str) -> Iterator[tuple[str, object, dict, dict
             kinds[hopper_config(head_dim)] = (4, hopper_config(head_dim).block_n)
         for config, scales in kinds.items():
             tiling = quantize.tiling_of(padded, config)
-            for per_block, (bias, lse, rotation) in itertools.product(
-                scales, ((False, False, True), (True, True, True), (False, False, False))
-            ):
+            for per_block, (bias, lse) in itertools.product(scales, ((False, False), (True, True))):
                 constants = shared | {
                     "K_ROWS": config.block_n, "Q_ROWS": tiling.q_rows,
                     "STAGES": tiling.num_stages, "HAS_BIAS": bias, "BIAS_ROWS": 1, "SCALES": per_block,
-                    "HAS_NORM": config.gluon, "HAS_LSE": lse, "HAS_ROTATION": rotation, "UPCAST": False,
+                    "HAS_NORM": config.gluon, "HAS_LSE": lse, "UPCAST": False, "PDL": overlaps,
                 }  # fmt: skip
-                words = f"{per_block}{' bias' if bias else ''}{' lse' if lse else ''}{'' if rotation else ' alone'}"
+                words = f"{per_block}{' bias' if bias else ''}{' lse' if lse else ''}"
                 options = {"num_warps": tiling.num_warps}
                 yield f"quantize D{head_dim} scales {words}", quantize_kernels._quantize, types, constants, options
         for bias in (False, True):
             rows = quantize.shift_rows(padded)
-            constants = shared | {"ROWS": rows, "SAMPLES": quantize.SHIFT_SAMPLES, "HAS_BIAS": bias}
+            constants = shared | {"ROWS": rows, "SAMPLES": quantize.SHIFT_SAMPLES, "HAS_BIAS": bias, "PDL": overlaps}
             constants["UNROLL"] = quantize.shift_steps(config_for(arch, head_dim))
             label = f"key shift D{head_dim}{' bias' if bias else ''}"
             yield label, quantize_kernels._key_shift, types, constants, {"num_warps": 8}

@@ -115,6 +115,19 @@ def test_the_order_of_axes_changes_nothing(monkeypatch, two):
     assert same(quantized(call, True), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_across_heads_reads_some_heads_at_a_time(monkeypatch, dtype):
+    call = arguments(across=True, dtype=dtype, heads=5)
+    expected = quantized(call, True)
+    for name in ("_RMS_HEADS", "_FINISHED_HEADS"):
+        monkeypatch.setattr(fused, name, 2)
+    forget()
+    made = quantized(call, True)
+    assert torch.equal(made.query, expected.query)
+    for name in ("query_scale", "lse_term", "key_scale"):
+        assert torch.allclose(getattr(made, name), getattr(expected, name), rtol=1e-5, atol=1e-6), name
+
+
 @pytest.mark.parametrize("precision", ["auto", "high"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_without_norm_and_rope_it_is_the_plain_quantiser(precision, masked):

@@ -106,10 +106,8 @@ def test_no_length_is_too_much_for_the_axes_of_a_grid(monkeypatch, length, head_
     monkeypatch.setattr(fused, "launch", lambda kernel, grid, *args, **options: grids.append(grid))
     x = torch.empty((1, 40, length, head_dim), dtype=torch.bfloat16, device="meta")
     rows, norm, rope = fused.Rows(x), fused.Norm(1e-6, across=True), fused.Rope(0, interleaved=True)
-    rotation = torch.empty((128, 128), dtype=x.dtype, device="meta")
     config = config_for(86, head_dim)
     monkeypatch.setattr(fused, "replay", lambda numbers, tensors, run: run())
-    fused.rms_rope_quantize_query(rows, 1.0, config, norm, rope, rotation)
-    fused.rms_rope_quantize_key(rows, None, config, norm, rope, group=1)
+    fused.rms_rope_quantize_pair(rows, rows, None, 1.0, config, norm, rope, lse=False)
     assert len(grids) == 5
     assert max(n for grid in grids for n in grid[1:]) <= 65535

@@ -1,4 +1,4 @@
-"""The kernels of fused.py: shift of the keys, and quantisation of either side."""
+"""The kernel of fused.py that quantises either side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from .fused_parts import (
     _dealt,
     _largest_weight,
     _load_channels,
-    _load_pairs,
     _load_raw,
     _multiply_add,
     _numbers,
@@ -28,95 +27,12 @@ from .fused_parts import (
     _weights,
 )
 from .fused_stores import _as_written, _peaks, _write_keys, _write_queries
-from .quantize_kernels import _finite, _hadamard, _rotate
-
-
-@triton.jit(do_not_specialize=["N", "NP", "split", "heads", "bias_rows"])
-def _rope_key_shift(
-    K, K2, W, W2, COS, SIN, RSTD, BIAS, SHIFT, SHIFT16, ROTATION, eps, N, NP, split, heads, bias_rows,
-    s_b, s_h, s_l, s_b2, s_h2, s_l2, s_cb, s_ch, s_cl, s_cj, s_bias_b, s_bias_h,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, SEARCHED: tl.constexpr,
-    R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    TWO: tl.constexpr, HAS_BIAS: tl.constexpr, FP16: tl.constexpr,
-):  # fmt: skip
-    """SHIFT[B, Hkv, 2, DP / 2] = mean of the firsts and of the seconds of the pairs over a sample of the kept keys.
-
-    ROTATION[B, B] is written for _rms_rope_quantize by the last program.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    b = head // heads
-    h = head % heads
-    HALF: tl.constexpr = DP // 2
-    if head == tl.num_programs(0) - 1:
-        i = tl.arange(0, B)
-        tl.store(ROTATION + i[:, None] * B + i[None, :], _hadamard(B).to(ROTATION.dtype.element_ty))
-        if FP16 and HAS_WEIGHT:
-            j = _numbers(HALF, 4)
-            least = 1.0 / _largest_weight(W, W2, D, DP, TWO)
-            for segment in tl.static_range(2 if TWO else 1):
-                zero = tl.zeros([1, 1, 1, 1, 1], tl.int32)
-                wa, wb = _weights(W2 if segment else W, W2, zero, zero, split, D, HALF, R, HALVES, False, False, False)
-                to = SHIFT16 + (head + segment) * DP + j
-                tl.store(to, _dealt(wa * least).to(tl.float16))
-                tl.store(to + HALF, _dealt(wb * least).to(tl.float16))
-        return
-    K += b * s_b
-    K2 += b * s_b2
-    COS += b * s_cb
-    SIN += b * s_cb
-    BIAS += (b * s_bias_b + h * bias_rows * s_bias_h) * NP
-    if RSTD is not None:
-        RSTD += b * N
-    i = tl.arange(0, ROWS)[None, :, None, None, None]
-    of = i * 0 + h.to(tl.int32)
-    # One of each ROWS-th of the keys, at another place in each: every 64th token of an image may lie in one column.
-    spread = (i * ROWS + i * 37 % ROWS).to(tl.int64) * N // (ROWS * ROWS)
-    rows = tl.where(N <= ROWS, i, spread.to(tl.int32))
-    keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, N, HAS_BIAS)
-    if HAS_BIAS:
-        # Where the sample holds no key that is kept, those from the first one on that is.
-        none = tl.sum(keep.to(tl.int32).reshape([ROWS]), 0) == 0
-        first_kept = tl.where(none, N, 0)
-        n = tl.arange(0, SEARCHED)
-        for start in range(0, tl.where(none, N, 0), SEARCHED):
-            found = _kept(BIAS, bias_rows, s_bias_h * NP, start + n, N, HAS_BIAS)
-            first_kept = tl.minimum(first_kept, tl.min(tl.where(found, start + n, N), 0))
-        rows = tl.where(none, first_kept + i, rows)
-        keep = _kept(BIAS, bias_rows, s_bias_h * NP, rows, N, HAS_BIAS)
-    row = tl.minimum(rows, N - 1)
-    place = _dealt(row)
-    source, step = _rows_of(K, K2, place, split, s_h, s_l, s_h2, s_l2, TWO)
-    x, y = _load_pairs(source + h * step, _dealt(keep), D, HALF, R, HALVES, False)
-    rstd = keep.to(tl.float32)
-    if NORM:
-        if ACROSS:
-            rstd *= tl.load(RSTD + row)
-        else:
-            rstd *= tl.math.rsqrt(_squares(x, y) * (1.0 / D) + eps)
-    if HAS_WEIGHT:
-        wa, wb = _weights(W, W2, _dealt(of), place, split, D, HALF, R, HALVES, ACROSS, TWO, False)
-        x *= wa
-        y *= wb
-    if R > 0:
-        cos, sin = _angles(COS, SIN, _dealt(of), place, s_ch, s_cl, s_cj, HALF, R)
-        x, y = _turned(x, y, (cos, sin, sin, cos))
-    count = tl.sum(keep.to(tl.float32).reshape([ROWS]), 0)
-    first = tl.sum(_finite(x * rstd), 1)
-    second = tl.sum(_finite(y * rstd), 1)
-    scale = 1.0 / tl.maximum(count, 1.0)
-    j = _numbers(HALF, 4)
-    tl.store(SHIFT + head * DP + j, _dealt(first[:, None] * scale))
-    tl.store(SHIFT + head * DP + HALF + j, _dealt(second[:, None] * scale))
-    if FP16:
-        if HAS_WEIGHT:
-            scale /= _largest_weight(W, W2, D, DP, TWO)
-        tl.store(SHIFT16 + head * DP + j, _dealt(-first[:, None] * scale).to(tl.float16))
-        tl.store(SHIFT16 + head * DP + HALF + j, _dealt(-second[:, None] * scale).to(tl.float16))
+from .quantize_kernels import _rotate, _rotation
 
 
 @triton.jit(do_not_specialize=["L", "split", "heads", "each", "bias_rows", "group"])
 def _rms_rope_quantize(
-    X, X2, W, W2, COS, SIN, RSTD, SHIFT, SHIFT16, ROTATION, BIAS, Y, SCALE, NORMS, LSE_TERM, SQUARES,
+    X, X2, W, W2, COS, SIN, RSTD, SHIFT, SHIFT16, BIAS, Y, SCALE, NORMS, LSE_TERM, SQUARES,
     eps, factor, lse_factor, L, split, heads, each, group, bias_rows,
     s_b, s_h, s_l, s_b2, s_h2, s_l2, s_cb, s_ch, s_cl, s_cj, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
@@ -124,14 +40,18 @@ def _rms_rope_quantize(
     WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr,
     ACROSS: tl.constexpr, HAS_WEIGHT: tl.constexpr, TWO: tl.constexpr, PER_HEAD: tl.constexpr, IS_KEY: tl.constexpr,
     HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, EVEN: tl.constexpr,
-    UPCAST: tl.constexpr, FP16: tl.constexpr,
+    UPCAST: tl.constexpr, FP16: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program ROWS rows of `each` heads, TOGETHER at a time (keys: one), which share angles and the rotation.
 
     Programs of the same rows follow each other: their heads lie side by side in memory.  What lies past the last row or
     head is read as that, and not written.  HELD: angles and weights stay in registers from head to head.
     AHEAD: a head's values are loaded while the one before is worked on, for as many registers.
+    PDL: the kernel before this one may still run, see launch.early().
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    WAITS: tl.constexpr = IS_KEY or HAS_LSE  # for the shift; all of the kernels read the call's arguments
     # On one axis of the grid: CUDA counts no further than 65535 on the others, and blocks of queries are small.
     parts = tl.cdiv(heads, each)
     blocks = tl.num_programs(0) // parts
@@ -165,8 +85,6 @@ def _rms_rope_quantize(
     if AHEAD:
         h = tl.minimum(start + of, heads - 1)
         raw, raw2 = _load_raw(source + _dealt(h) * step, None, D, HALF, R, HALVES, WORDS, True)
-    i = tl.arange(0, B)
-    rotation = tl.load(ROTATION + i[:, None] * B + i[None, :])
     if HELD_TURN:
         cos, sin = _angles(COS, SIN, place * 0, place, s_ch, s_cl, s_cj, HALF, R)
         if FP16:
@@ -174,8 +92,9 @@ def _rms_rope_quantize(
     if HELD_WEIGHT:
         wa, wb = _weights(W, W2, place * 0, place, split, D, HALF, R, HALVES, False, TWO, WEIGHT_WORDS)
     unit = 1.0
+    entry = tl.full([], 1.0 / FP16_UNIT if FP16 else 1.0, tl.float32)
+    rotation = _rotation(B, entry.to(tl.float16 if FP16 or UPCAST else X.dtype.element_ty), Y)
     if FP16:
-        rotation = (rotation.to(tl.float32) * (1.0 / FP16_UNIT)).to(tl.float16)
         largest = _largest_weight(W, W2, D, DP, TWO) if HAS_WEIGHT else 1.0
         unit = FP16_UNIT * largest
         if HELD_WEIGHT:
@@ -185,6 +104,8 @@ def _rms_rope_quantize(
     turn = (cos * wa, sin * wb, sin * wa, cos * wb) if FOLDED else (cos, sin, sin, cos)
     # The factor 1 / rms can wait for the scales where no size is too much for the 16 bits before the rotation.
     BEFORE: tl.constexpr = NORM and (IS_KEY or FP16 or X.dtype.element_ty == tl.float16)
+    if PDL and WAITS:
+        tl.extra.cuda.gdc_wait()
     for first in tl.range(start, end, TOGETHER, num_stages=STAGES):
         head = b * heads + first  # of the first one
         h = tl.minimum(first + of, heads - 1)
@@ -277,3 +198,5 @@ def _rms_rope_quantize(
             at = at.reshape([W_ROWS, R_ROWS])
             inside = None if EVEN else there.reshape([W_ROWS, R_ROWS])
             _write_queries(z, peak, Y, SCALE, at, inside, scale, DP)
+    if PDL and not WAITS:
+        tl.extra.cuda.gdc_wait()  # what follows this kernel counts on the one before it, too

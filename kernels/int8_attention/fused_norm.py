@@ -19,8 +19,11 @@ def _inverse_rms(squares, eps, D: tl.constexpr, ACROSS: tl.constexpr):
 def _row_rms(
     X, X2, RSTD, eps, L, split, heads, s_b, s_h, s_l, s_b2, s_h2, s_l2,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, TWO: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """RSTD[B, L] = 1 / rms over all heads of a token, TOGETHER of them at a time."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(1).to(tl.int64)
     m = tl.arange(0, TOGETHER * ROWS)
@@ -39,22 +42,26 @@ def _row_rms(
 
 @triton.jit(do_not_specialize=["L", "heads"])
 def _finish_scales(
-    SQUARES, SCALE, LSE_TERM, eps, L, heads, D: tl.constexpr, ROWS: tl.constexpr, HAS_LSE: tl.constexpr,
-    BEFORE: tl.constexpr,
+    SQUARES, SCALE, LSE_TERM, eps, L, heads, D: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
+    HAS_LSE: tl.constexpr, BEFORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply the query scales by 1 / rms over all heads, from the sums of squares of each.
 
-    BEFORE: queries were multiplied by 1 / rms of their own head before.
+    TOGETHER: heads whose loads wait together.  BEFORE: queries were multiplied by 1 / rms of their own head before.
     """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    first = tl.program_id(1).to(tl.int64) * heads * L + rows
-    inside = rows < L
-    squares = tl.zeros([ROWS], tl.float32)
-    for h in range(heads):
-        squares += tl.load(SQUARES + first + h * L, mask=inside, other=0.0)
-    rstd = tl.math.rsqrt(squares / (heads * D) + eps)
-    for h in range(heads):
-        at = first + h * L
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[None, :]
+    some = tl.arange(0, TOGETHER)[:, None]
+    start = tl.program_id(1).to(tl.int64) * heads * L + rows
+    squares = tl.zeros([TOGETHER, ROWS], tl.float32)
+    for first in range(0, heads, TOGETHER):
+        inside = (first + some < heads) & (rows < L)
+        squares += tl.load(SQUARES + start + (first + some) * L, mask=inside, other=0.0)
+    rstd = tl.math.rsqrt(tl.sum(squares, 0)[None, :] / (heads * D) + eps)
+    for first in range(0, heads, TOGETHER):
+        inside = (first + some < heads) & (rows < L)
+        at = start + (first + some) * L
         factor = rstd
         if BEFORE:
             own = tl.load(SQUARES + at, mask=inside, other=0.0)

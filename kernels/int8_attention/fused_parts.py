@@ -62,9 +62,8 @@ def _numbers(HALF: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _columns(HALF: tl.constexpr, R: tl.constexpr):
-    """Channels of the first and the second of each pair of halves; those that RoPE leaves alone as they come."""
-    j = _numbers(HALF, 4)
+def _columns(j, HALF: tl.constexpr, R: tl.constexpr):
+    """Channels of the first and the second of the pairs j of halves; those that RoPE leaves alone as they come."""
     if R == 2 * HALF:
         return j, j + HALF
     return tl.where(j < R // 2, j, j + R // 2), tl.where(j < R // 2, j + R // 2, j + HALF)
@@ -116,7 +115,7 @@ def _load_raw(
         a = _load_channels(start, _numbers(HALF, 2), keep, 1, 1, ONCE)
         b = _load_channels(start + HALF // 2, _numbers(HALF, 2), keep, 1, 1, ONCE)
     else:
-        first, second = _columns(HALF, R)
+        first, second = _columns(_numbers(HALF, 4), HALF, R)
         a = _load_channels(start, first, keep, D, 2 * HALF, ONCE)
         b = _load_channels(start, second, keep, D, 2 * HALF, ONCE)
     return a, b
@@ -245,9 +244,12 @@ def _turned(a, b, turn):
 
 @triton.jit
 def _as_rows(a, b, DP: tl.constexpr):
-    """A tile of pairs as the rows [W * R, DP] of a matrix product, which asks each of four threads for two of eight."""
+    """A tile of pairs as the rows [W * R, DP] of a matrix product, which asks each of four threads for two of eight.
+
+    Two firsts or two seconds, which already share a register in fp16.
+    """
     W: tl.constexpr = a.shape[1]
     R: tl.constexpr = a.shape[2]
     TWICE: tl.constexpr = 2 if R > 1 else 1
-    x = tl.join(a, b).reshape([4, W // 8, 8, R // TWICE, TWICE, DP // 32, 4, 2])
-    return x.permute(3, 1, 4, 2, 5, 6, 0, 7).reshape([W * R, DP])
+    x = tl.join(a, b).reshape([4, W // 8, 8, R // TWICE, TWICE, DP // 32, 2, 2, 2])
+    return x.permute(3, 1, 4, 2, 5, 6, 8, 0, 7).reshape([W * R, DP])

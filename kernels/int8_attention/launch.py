@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .alike import check_of
-from .limits import interpreting
+from .limits import interpreting, overlaps
 from .plan import Plan, Tape
 
 _MOST_PLANS = 512  # when there are more, all are forgotten and made anew
@@ -54,6 +54,24 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     tape = getattr(_thread, "tape", None)
     if tape is not None:
         tape.add(kernel, compiled, grid, args, options)
+
+
+def first(device: torch.device) -> dict[str, bool]:
+    """Options of the first of launches that overlap where the GPU can do that; it begins when all before it is done.
+
+    Its kernel lets the next one begin as soon as all its programs have begun. See early().
+    """
+    return {"PDL": overlaps(device)}
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """Options of a later one of these launches, which begins when all programs of the one before it have begun.
+
+    Its kernel waits (gdc_wait) before it reads what the one before it wrote, and in any case before it ends: what comes
+    next, and is no early launch, waits for the last kernel only. From the first launch to the last no memory may
+    change its owner.
+    """
+    return {"PDL": True, "launch_pdl": True} if overlaps(device) else {"PDL": False}
 
 
 class Known(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import sys
@@ -42,6 +43,9 @@ _BLACKWELL_TRITON = (3, 8)
 # The interpreter of Triton 3.6 and older turns one-element arrays into loop bounds, which numpy 2.4 refuses.
 _INTERPRETER_TRITON = (3, 7)
 _INTERPRETER_NUMPY = (2, 4)
+# The first GPU with programmatic dependent launches, and the first driver (CUDA 12.4) whose graphs keep them.
+_OVERLAP_CAPABILITY = (9, 0)
+_OVERLAP_DRIVER = 12040
 
 
 def interpreting() -> bool:
@@ -107,6 +111,34 @@ def fp8_unavailable(device: torch.device) -> tuple[str, str] | None:
         arch = f"sm_{_text(capability, '')}"
         has, needs = capability >= LIMITS.fp8_min_capability, f"sm_{_text(LIMITS.fp8_min_capability, '')} or newer"
     return None if has else (f"fp8 on {arch}", f"auto or 16bit there, and fp8 on {needs}")
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can begin on `device` while the one before it runs (programmatic dependent launch)."""
+    if device.type != "cuda" or torch.version.hip or interpreting() or not torch.cuda.is_available():
+        return False
+    capable = torch.cuda.get_device_capability(device) >= _OVERLAP_CAPABILITY
+    return capable and _driver() >= _OVERLAP_DRIVER and triton_overlaps()
+
+
+@functools.cache
+def _driver() -> int:
+    """The CUDA version that the driver knows, 12040 for 12.4; 0 where it can't be asked."""
+    library, version = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1", ctypes.c_int(0)
+    try:
+        ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
+@functools.cache
+def triton_overlaps() -> bool:
+    """Whether this Triton compiles kernels for that."""
+    from triton.backends.nvidia.compiler import CUDAOptions
+    from triton.language.extra import cuda
+
+    return hasattr(CUDAOptions, "launch_pdl") and hasattr(cuda, "gdc_wait")
 
 
 def _text(version: tuple[int, int] | None, separator: str = ".") -> str:

@@ -14,7 +14,7 @@ import triton
 
 from .bias import LOG2E, padded_len, prepare, row_strides
 from .configs import Config, padded_head_dim
-from .launch import empty, launch
+from .launch import early, empty, first, launch
 from .limits import interpreting
 from .quantize_kernels import _key_shift, _quantize
 
@@ -152,11 +152,12 @@ def quantize_pair(
     only_shift: bool = False,
 ) -> tuple[QuantizedQuery, QuantizedKey]:
     """Quantise as quantize() says and return both parts; of `kept` the key still holds the bias."""
-    shifted = _shift(key, attn_mask, config, query.shape[1] // key.shape[1], kept)
-    if only_shift:
-        shifted = shifted._replace(bias=None, bias_rows=1)
+    shifted = _empty_shift(key, attn_mask, config, query.shape[1] // key.shape[1], kept)
     k = _empty_key(key, config, per_token, shifted)
     q = _empty_query(query, shifted.shift if lse else None)
+    _launch_shift(key, shifted, config)
+    if only_shift:
+        shifted, k = shifted._replace(bias=None, bias_rows=1), k._replace(bias=None)
     _launch(query, key, q, k, shifted, scale, config, lse=lse, queries=True, keys=True)
     return q, k
 
@@ -173,8 +174,9 @@ def quantize_key(
     key: torch.Tensor, attn_mask: torch.Tensor | None, config: Config, *, group: int, per_token: bool = False
 ) -> QuantizedKey:
     """Quantise key [B, Hkv, Lk, D] as quantize() does, to the same bits; group: query heads of a key head."""
-    shifted = _shift(key, attn_mask, config, group)
+    shifted = _empty_shift(key, attn_mask, config, group)
     k = _empty_key(key, config, per_token, shifted)
+    _launch_shift(key, shifted, config)
     unused = QuantizedQuery(k.key, k.key_scale, None)
     _launch(key, key, unused, k, shifted, 1.0, config, lse=False, queries=False, keys=True)
     return k
@@ -190,45 +192,44 @@ def quantize_query(
     q = _empty_query(query, shift)
     given = shift if shift is not None else q.query_scale
     unused = QuantizedKey(q.query, q.query_scale, None, None, None, None, given, 0)
-    shifted = _Shifted(None, None, None, given, None, 1)
+    shifted = _Shifted(None, None, None, given, 1)
     heads = query if shift is None else query[:, : shift.shape[1]]
     _launch(query, heads, q, unused, shifted, scale, config, lse=shift is not None, queries=True, keys=False)
     return q
 
 
 class _Shifted(NamedTuple):
-    """The prepared mask, the rotated mean of the keys, the rotation and the query heads that a bias row serves."""
+    """The prepared mask, room for the rotated mean of the keys, and the query heads that a bias row serves."""
 
     bias: torch.Tensor | None
     anchor: torch.Tensor | None
     live: torch.Tensor | None
     shift: torch.Tensor
-    rotation: torch.Tensor | None
     bias_rows: int
 
 
-def _shift(
+def _empty_shift(
     key: torch.Tensor, attn_mask: torch.Tensor | None, config: Config, group: int, kept: torch.Tensor | None = None
 ) -> _Shifted:
+    bias, anchor, live = kept, None, None
+    if attn_mask is not None:
+        bias, anchor, live = prepare(attn_mask, key.shape[2], config)
+    shift = empty((*key.shape[:2], padded_head_dim(key.shape[3])), torch.float32, key.device)
+    return _Shifted(bias, anchor, live, shift, group if bias is not None and bias.shape[1] > 1 else 1)
+
+
+def _launch_shift(key: torch.Tensor, shifted: _Shifted, config: Config) -> None:
     batch, kv_heads, kv_len, head_dim = key.shape
     padded = padded_head_dim(head_dim)
-    rotated = min(padded, 128)
-    bias, anchor, live, strides, bias_rows = kept, None, None, (0, 0), 1
-    if attn_mask is not None:
-        bias, anchor, live = prepare(attn_mask, kv_len, config)
-    if bias is not None:
-        strides = row_strides(bias)
-        bias_rows = group if bias.shape[1] > 1 else 1
-    shift = empty((batch, kv_heads, padded), torch.float32, key.device)
-    rotation = empty((rotated, rotated), key.dtype, key.device)
+    bias, shift = shifted.bias, shifted.shift
     launch(
         _key_shift, (batch * kv_heads,),
-        key, bias if bias is not None else shift, shift, rotation, kv_len, padded_len(kv_len, config),
-        triton.cdiv(kv_len, SHIFT_SAMPLES), kv_heads, bias_rows, *key.stride()[:3], *strides,
-        D=head_dim, DP=padded, B=rotated, ROWS=shift_rows(padded),
-        SAMPLES=SHIFT_SAMPLES, UNROLL=shift_steps(config), HAS_BIAS=bias is not None, num_warps=8,
+        key, bias if bias is not None else shift, shift, kv_len, padded_len(kv_len, config),
+        triton.cdiv(kv_len, SHIFT_SAMPLES), kv_heads, shifted.bias_rows, *key.stride()[:3],
+        *(row_strides(bias) if bias is not None else (0, 0)),
+        D=head_dim, DP=padded, B=min(padded, 128), ROWS=shift_rows(padded), SAMPLES=SHIFT_SAMPLES,
+        UNROLL=shift_steps(config), HAS_BIAS=bias is not None, num_warps=8, **first(key.device),
     )  # fmt: skip
-    return _Shifted(bias, anchor, live, shift, rotation, bias_rows)
 
 
 def _empty_key(key: torch.Tensor, config: Config, per_token: bool, shifted: _Shifted) -> QuantizedKey:
@@ -272,7 +273,10 @@ def _launch(
     queries: bool,
     keys: bool,
 ) -> None:
-    """Fill q and k; for one of them alone the tensors of the other are not looked at, but the number of its heads."""
+    """Fill q and k, after _launch_shift() of these keys.
+
+    For one of them alone the tensors of the other are not looked at, but the number of its heads.
+    """
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     padded = padded_head_dim(head_dim)
@@ -285,19 +289,19 @@ def _launch(
     k_chunks, q_chunks = (triton.cdiv(blocks, steps) for _, blocks in (key_work, query_work))
     key_programs, query_programs = key_work[0] * k_chunks, query_work[0] * q_chunks
     scales = config.block_n if k.key_scale.shape[-1] == rows else 4 if config.gluon else 1
-    bias, rotation, unused = shifted.bias, shifted.rotation, shifted.shift
+    bias, unused = shifted.bias, shifted.shift
     launch(
-        _quantize, (key_programs + query_programs,),
-        key, query, shifted.shift, rotation if rotation is not None else query,
-        bias if bias is not None else unused, k.key, k.key_scale, k.key_norm if k.key_norm is not None else unused,
+        _quantize, (query_programs + key_programs,),
+        key, query, shifted.shift, bias if bias is not None else unused,
+        k.key, k.key_scale, k.key_norm if k.key_norm is not None else unused,
         q.query, q.query_scale, q.lse_term if q.lse_term is not None else unused,
         scale * LOG2E / rotated, scale / rotated, kv_len, rows, q_len, kv_heads, heads,
-        key_programs, k_chunks, q_chunks, steps, *key.stride()[:3], *query.stride()[:3],
+        query_programs, k_chunks, q_chunks, steps, *key.stride()[:3], *query.stride()[:3],
         *(row_strides(bias) if bias is not None else (0, 0)),
         D=head_dim, DP=padded, B=rotated, K_ROWS=config.block_n, Q_ROWS=tiling.q_rows,
         STAGES=tiling.num_stages, HAS_BIAS=bias is not None, BIAS_ROWS=shifted.bias_rows, SCALES=scales,
-        HAS_NORM=k.key_norm is not None, HAS_LSE=lse, HAS_ROTATION=rotation is not None, UPCAST=interpreting(),
-        num_warps=tiling.num_warps,
+        HAS_NORM=k.key_norm is not None, HAS_LSE=lse, UPCAST=interpreting(),
+        num_warps=tiling.num_warps, **(early(key.device) if keys else {"PDL": False}),
     )  # fmt: skip
 
 

@@ -20,6 +20,33 @@ def _hadamard(B: tl.constexpr):
 
 
 @triton.jit
+def _rotation(B: tl.constexpr, one, nowhere):
+    """The same times `one`, a scalar of 16 bits whose type it gets, two entries at a time and without a read of memory.
+
+    nowhere: any pointer to 16 bytes.
+    """
+    i = tl.arange(0, B)[:, None]
+    word = tl.arange(0, B // 2)[None, :]  # entries (i, 2 * word) and (i, 2 * word + 1)
+    # Bit n of 0x6996 is popcount(n) & 1. Of eight entries side by side the sign is one, and of eights rows the order.
+    eight = (0x6996 >> (i >> 3 & word >> 2)) ^ (i * 40503 >> 9)
+    low = i & 7
+    within = 0x6996 >> (low >> 1 & (word & 3))
+    bits = one.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    # Nothing is loaded, as the compiler knows: a load is what makes Triton give a thread 16 bytes of a row.
+    at = nowhere.to(tl.pointer_type(tl.int32), bitcast=True) + i * (B // 2) + word
+    pairs = tl.load(at, mask=i * 0 + tl.num_programs(0) < 1, other=0)
+    pairs ^= _both_signs(eight) ^ (_both_signs(within) ^ (low << 31) ^ bits ^ bits << 16)
+    entries = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+    return entries.reshape([B, B]).to(one.dtype, bitcast=True)
+
+
+@triton.jit
+def _both_signs(odd):
+    """The signs of two 16-bit floats in a word, of the lowest bit."""
+    return odd << 31 | (odd << 15 & 0x8000)
+
+
+@triton.jit
 def _rotate(x, rotation, ROWS: tl.constexpr, DP: tl.constexpr, B: tl.constexpr):
     """[ROWS, DP] 16-bit times the +-1 rotation, B channels at a time: products are exact, sums are float32."""
     return tl.dot(x.reshape([ROWS * (DP // B), B]), rotation).reshape([ROWS, DP])
@@ -39,14 +66,13 @@ def _round(y):
 
 @triton.jit(do_not_specialize=["N", "NP", "step", "heads", "bias_rows"])
 def _key_shift(
-    K, BIAS, SHIFT, ROTATION, N, NP, step, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
+    K, BIAS, SHIFT, N, NP, step, heads, bias_rows, s_b, s_h, s_n, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr,
-    UNROLL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    UNROLL: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SHIFT[B, Hkv, DP] = rotated mean over the kept ones of every step-th key, or of all keys where those are few.
-
-    ROTATION[B, B] is written for _quantize, where making it would cost more than the rest of the work.
-    """
+    """SHIFT[B, Hkv, DP] = rotated mean over the kept ones of every step-th key, or of all keys where those are few."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
@@ -64,9 +90,6 @@ def _key_shift(
             n = start + tl.arange(0, ROWS)
             total, count = _add_kept(total, count, K, BIAS, n, N, NP, bias_rows, s_n, s_bias_h, D, DP, HAS_BIAS)
     rotation = _hadamard(B)  # under the loads
-    if head == 0:
-        i = tl.arange(0, B)
-        tl.store(ROTATION + i[:, None] * B + i[None, :], rotation.to(ROTATION.dtype.element_ty))
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0)
     parts = mean.reshape([DP // B, B])
     shift = tl.sum(parts[:, :, None] * rotation[None, :, :], 1)
@@ -176,35 +199,59 @@ def _write_queries(
         tl.store(LSE_TERM + row + rows, tl.sum(x * shift[None, :], 1) * lse_factor, mask=rows < rows_left)
 
 
-@triton.jit(do_not_specialize=["N", "NP", "M", "kv_heads", "heads", "key_programs", "k_chunks", "q_chunks", "steps"])
+@triton.jit(do_not_specialize=["N", "NP", "M", "kv_heads", "heads", "query_programs", "k_chunks", "q_chunks", "steps"])
 def _quantize(
-    K, Q, SHIFT, ROTATION, BIAS, K8, K_SCALE, NORM, Q8, Q_SCALE, LSE_TERM, factor, lse_factor,
-    N, NP, M, kv_heads, heads, key_programs, k_chunks, q_chunks, steps,
+    K, Q, SHIFT, BIAS, K8, K_SCALE, NORM, Q8, Q_SCALE, LSE_TERM, factor, lse_factor,
+    N, NP, M, kv_heads, heads, query_programs, k_chunks, q_chunks, steps,
     s_kb, s_kh, s_kn, s_qb, s_qh, s_qm, s_bias_b, s_bias_h,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, K_ROWS: tl.constexpr, Q_ROWS: tl.constexpr,
     STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_ROWS: tl.constexpr, SCALES: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_ROTATION: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_LSE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Query [B, H, M, D] and key [B, Hkv, N, D] to int8: one program `steps` blocks of one head of either.
 
-    The first `key_programs` programs do keys, k_chunks a head, the others queries, q_chunks a head.
+    The first `query_programs` programs do queries, q_chunks a head, the others keys, k_chunks a head; the shift that
+    keys need may come late.  PDL: the kernel of the shift may still run, see launch.early().
     Triton puts a branch in a loop behind the loads of the next block, but what reads the rotation's result before them.
     """
     program = tl.program_id(0)
-    if HAS_ROTATION:
-        i = tl.arange(0, B)
-        rotation = tl.load(ROTATION + i[:, None] * B + i[None, :])
-    else:
-        rotation = _hadamard(B)
-    rotation = rotation.to(tl.float32 if UPCAST else Q.dtype.element_ty)
+    dtype: tl.constexpr = tl.float16 if UPCAST else Q.dtype.element_ty
+    rotation = _rotation(B, tl.full([], 1.0, tl.float32).to(dtype), Q8)
+    if UPCAST:
+        rotation = rotation.to(tl.float32)
     cols = tl.arange(0, DP)
-    if program < key_programs:
+    if program < query_programs:
+        head = (program // q_chunks).to(tl.int64)
+        b = head // heads
+        h = head % heads
+        Q += b * s_qb + h * s_qh
+        first = program % q_chunks * steps
+        sign = tl.where(factor < 0, -1.0, 1.0)  # so that scores times their scale keep the order of the int8 scores
+        shift = tl.zeros([DP], tl.float32)
+        if HAS_LSE:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            shift = tl.load(SHIFT + (b * kv_heads + h // (heads // kv_heads)) * DP + cols) * sign
+        for block in tl.range(first, tl.minimum(first + steps, tl.cdiv(M, Q_ROWS)), num_stages=STAGES):
+            row = block * Q_ROWS
+            x = _rotated(Q, row, M, s_qm, rotation, Q_ROWS, D, DP, B, UPCAST) * sign
+            if M > 0:
+                _write_queries(
+                    x, shift, Q8, Q_SCALE, LSE_TERM, head * M + row, M - row, tl.abs(factor), lse_factor,
+                    Q_ROWS, DP, B, HAS_LSE,
+                )  # fmt: skip
+        if PDL and not HAS_LSE:
+            tl.extra.cuda.gdc_wait()  # what follows this kernel counts on the one before it, too
+    else:
+        program -= query_programs
         head = (program // k_chunks).to(tl.int64)
         b = head // kv_heads
         h = head % kv_heads
         K += b * s_kb + h * s_kh
         BIAS += (b * s_bias_b + h * BIAS_ROWS * s_bias_h) * NP
         first = program % k_chunks * steps
+        if PDL:
+            tl.extra.cuda.gdc_wait()  # not in the loop, of which Triton moves loads to before it
         for block in tl.range(first, tl.minimum(first + steps, NP // K_ROWS), num_stages=STAGES):
             row = block * K_ROWS
             keep = _kept(BIAS, BIAS_ROWS, s_bias_h * NP, row + tl.arange(0, K_ROWS), N, HAS_BIAS)
@@ -217,22 +264,3 @@ def _quantize(
             if NP > 0:
                 tile = head * (NP // K_ROWS) + block
                 _write_keys(x, K8, K_SCALE, NORM, head * NP + row, tile, K_ROWS, DP, SCALES, HAS_NORM)
-    else:
-        program -= key_programs
-        head = (program // q_chunks).to(tl.int64)
-        b = head // heads
-        h = head % heads
-        Q += b * s_qb + h * s_qh
-        first = program % q_chunks * steps
-        sign = tl.where(factor < 0, -1.0, 1.0)  # so that scores times their scale keep the order of the int8 scores
-        shift = tl.zeros([DP], tl.float32)
-        if HAS_LSE:
-            shift = tl.load(SHIFT + (b * kv_heads + h // (heads // kv_heads)) * DP + cols) * sign
-        for block in tl.range(first, tl.minimum(first + steps, tl.cdiv(M, Q_ROWS)), num_stages=STAGES):
-            row = block * Q_ROWS
-            x = _rotated(Q, row, M, s_qm, rotation, Q_ROWS, D, DP, B, UPCAST) * sign
-            if M > 0:
-                _write_queries(
-                    x, shift, Q8, Q_SCALE, LSE_TERM, head * M + row, M - row, tl.abs(factor), lse_factor,
-                    Q_ROWS, DP, B, HAS_LSE,
-                )  # fmt: skip
