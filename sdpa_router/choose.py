@@ -43,7 +43,7 @@ def choose(call: Call, settings: Settings, refused: Refused | None = None) -> De
             reasons = unwanted + _against(name, call, settings, table) + (refused or {}).get(name, ())
         except Exception as error:
             verdicts[name] = (*unwanted, failure(error))
-            attach(error, _decision(call, TORCH, verdicts), "decided so far:")
+            attach(error, _decision(call, settings, TORCH, verdicts), "decided so far:")
             raise
         verdicts[name] = reasons
         if settings.backends != FASTEST and not reasons:
