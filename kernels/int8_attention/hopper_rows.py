@@ -28,6 +28,16 @@ def _by_group(x, E: gl.constexpr):
 
 
 @gluon.jit
+def _gap(part, M):
+    """A store of sums by thread that never happens, for M is not negative: what it reads must be there by then."""
+    never, _same = gl.broadcast(gl.full(part.type.shape, 0, gl.int32, layout=part.type.layout) + M, part)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $2, 0; @p st.shared.f32 [$2], $1; mov.b32 $0, $2; }", "=r,f,r", [part, never],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _lowered(p, part, top, FIRST: gl.constexpr, T: gl.constexpr):
     """Rounded weights (as _rounded) and sums of a tile in the range of e4m3, the new top, and the factor to get there.
 
@@ -132,14 +142,27 @@ def _decayed(acc, decay, T: gl.constexpr):
     return acc
 
 
+@gluon.constexpr_function
+def _row_layout(by_warp):
+    """Layout of numbers in a row, dealt out to all threads of a warpgroup or to those of each warp."""
+    whole = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
+    return whole if by_warp else gl.BlockedLayout([1], [32], [4], [0])
+
+
 @gluon.jit
-def _bound(q, q_scale, rows, K_NORM, M, k_tiles, BM: gl.constexpr, D: gl.constexpr):
-    """Largest |score| (log2) that this warpgroup's rows can have: |q| times the largest |k| of the head."""
+def _bound(q, q_scale, rows, K_NORM, M, k_tiles, BM: gl.constexpr, D: gl.constexpr, BY_WARP: gl.constexpr):
+    """Largest |score| (log2) that this warpgroup's rows can have: |q| times the largest |k| of the head.
+
+    BY_WARP: each warp finds it by itself. What a reduction over a warpgroup leaves undefined ptxas keeps through the
+    whole kernel, and spills where registers are few.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (D // 16), D // 16], [4, 1], [1, 0])
     x = q.load(L).to(gl.float32)
     r = gl.convert_layout(rows, gl.SliceLayout(1, L))
     norm = gl.sqrt(gl.sum(x * x, 1)) * gl.load(q_scale + r, mask=r < M, other=0.0)
-    T: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    T: gl.constexpr = _row_layout(BY_WARP)
+    if BY_WARP:
+        norm = gl.convert_layout(norm, T)
     t = gl.arange(0, 512, layout=T)
     largest = gl.zeros([512], gl.float32, layout=T)
     for start in range(0, k_tiles, 512):
