@@ -31,7 +31,7 @@ def _step(
     if T.TURNS:
         mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
     # Under the products where registers are left for it, so that the softmax need not wait for it.
-    EARLY: gl.constexpr = (T.FP8 or T.HAS_BIAS) and not T.HIGH
+    EARLY: gl.constexpr = T.FP8 != T.HAS_BIAS and not T.HIGH
     if EARLY:
         of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T)
     s = warpgroup_mma_wait(1 + SPLIT, deps=[s])
@@ -48,7 +48,7 @@ def _step(
         p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, False, ONLINE)
     # ptxas would hoist the wait for P @ V above the exponentials, were there nothing between them.
     if BY_NEED:
-        low, high, part, top, decay = _lowered(p, part, top, False, T)
+        low, high, total, top, decay = _lowered(p, part, total, top, False, T)
     elif T.HAS_LSE or T.HAS_BIAS:
         _gap(part, M)
     elif M < 0:
@@ -65,15 +65,17 @@ def _step(
         packed = _words(low, high)
     else:
         packed = _packed(p, v_s.dtype, P, T)
-    if ONLINE or T.FP8:
+    if ONLINE:
         E: gl.constexpr = p.type.layout
         total *= _by_group(decay, E)
+    if not BY_NEED:
+        total += part
     # 16 bits decay here: left to the next step, that moved the bounded loop's wait ahead of its moves, for 3 %.
     if ONLINE and not T.FP8:
         acc = _decayed(acc, decay, T)
         if SPLIT:
             rest = _decayed(rest, decay, T)
-    return acc, rest, packed, decay, total + part, top
+    return acc, rest, packed, decay, total, top
 
 
 @gluon.jit
@@ -116,7 +118,7 @@ def _attend(given, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr):
     p = warpgroup_mma_wait(0, deps=[p])
     mbarrier.arrive(empty.index(0), count=1)
     if BY_NEED:
-        low, high, total, top, decay = _lowered(p, total, top, True, T)
+        low, high, total, top, decay = _lowered(p, total, gl.zeros_like(total), top, True, T)
         packed = _words(low, high)
     else:
         packed = _packed(p, v_s.dtype, P, T)
