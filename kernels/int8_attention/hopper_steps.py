@@ -31,7 +31,7 @@ def _step(
     if T.TURNS:
         mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
     # Under the products where registers are left for it, so that the softmax need not wait for it.
-    EARLY: gl.constexpr = T.FP8 != T.HAS_BIAS and not T.HIGH
+    EARLY: gl.constexpr = (T.FP8 or T.HAS_BIAS) and not T.HIGH
     if EARLY:
         of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T)
     s = warpgroup_mma_wait(1 + SPLIT, deps=[s])
