@@ -82,8 +82,10 @@ def _first(x, BM: gl.constexpr, J: gl.constexpr):
 
 @gluon.constexpr_function
 def _round_again(count, always):
-    """PTX and constraints: halves of words [count] of a thread's two rows in turns, their totals with this tile's sums,
-    their tops and factors; unless `always`, the halves given and 1 in a warp in which no sum is over what e4m3 holds."""
+    """PTX and constraints: halves of words [count] of a thread's two rows in turns, their new totals, tops and factors.
+
+    Unless `always`, a warp in which no sum is over what e4m3 holds leaves halves and tops as given; its factors are 1.
+    """
     total, top, factor, k = 2 * count, 3 * count, 4 * count, 5 * count
     low, part = 9 * count, 11 * count
     before, above = part + count, part + 2 * count  # totals and tops so far
@@ -102,8 +104,8 @@ def _round_again(count, always):
             text += f" shfl.sync.bfly.b32 u, t, {distance}, 31, 0xffffffff; max.f32 t, t, u;"
         text += f" mov.b32 e, t; shr.s32 e, e, 23; sub.s32 e, e, {126 + 7}; {least}"  # the exponent; it becomes 2^7
         text += f" cvt.rn.f32.s32 t, e; add.f32 ${top + row}, ${above + row}, t;"
-        text += f" sub.s32 e, 127, e; shl.b32 e, e, 23; mov.b32 f{row}, e; mul.f32 ${total + row}, ${total + row}, f{row};"
-        text += f" mov.f32 ${factor + row}, f{row};"
+        text += f" sub.s32 e, 127, e; shl.b32 e, e, 23; mov.b32 f{row}, e; mov.f32 ${factor + row}, f{row};"
+        text += f" mul.f32 ${total + row}, ${total + row}, f{row};"
     for i in range(2 * count):
         x = k + 2 * count * (i >= count) + i % count
         text += f" mul.f32 t, ${x}, f{i % 2}; mul.f32 u, ${x + count}, f{i % 2};"
