@@ -12,12 +12,13 @@ from .hopper_rows import _bound, _by_group, _by_thread, _decayed, _gap, _lowered
 
 @gluon.jit
 def _step(
-    j, slot, phase, acc, rest, packed, decay, total, top, given,
+    j, before, slot, phase, acc, rest, packed, decay, total, top, given,
     T: gl.constexpr, P: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile j, then P @ V of tile j - 1 with the softmax of tile j under it.
 
-    decay: of the rows at tile j - 1, by which P @ V of the tiles before it is behind.  given: what all steps share.
+    before, slot: of the ring, of the step before and of this one.  decay: of the rows at tile j - 1, by which P @ V of
+    the tiles before it is behind.  given: what all steps share.
     """
     q, q_scale, rows, SINK, M, N, tiles, masked, ring = given
     k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
@@ -28,12 +29,14 @@ def _step(
         mbarrier.wait(turn.index(GROUP), (j & 1) if GROUP == 0 else (j & 1) ^ 1)  # the first turn is free
     s = _started(q, k_s.index(slot), T, ONLINE)
     acc, rest = _added(acc, rest, packed, decay, v_s.index(slot), rest_s.index(slot), T, P)
-    if T.TURNS:
-        mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
     # Under the products where registers are left for it, so that the softmax need not wait for it.
     EARLY: gl.constexpr = (T.FP8 or T.HAS_BIAS) and not T.HIGH
     if EARLY:
         of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T)
+    if T.TURNS:
+        mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
+    if T.FP8:
+        mbarrier.arrive(empty.index(before), count=1)  # here what its warps wait for is under the products
     s = warpgroup_mma_wait(1 + SPLIT, deps=[s])
     if not EARLY:
         of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T)
@@ -60,7 +63,8 @@ def _step(
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     if SPLIT:
         rest = warpgroup_mma_wait(0, deps=[rest])
-    mbarrier.arrive(empty.index(slot), count=1)
+    if not T.FP8:
+        mbarrier.arrive(empty.index(slot), count=1)
     if BY_NEED:
         packed = _words(low, high)
     else:
@@ -116,18 +120,21 @@ def _attend(given, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr):
     )
     # Nothing is in flight, but the slot must not be given back before p is made.
     p = warpgroup_mma_wait(0, deps=[p])
-    mbarrier.arrive(empty.index(0), count=1)
+    if not T.FP8:
+        mbarrier.arrive(empty.index(0), count=1)
     if BY_NEED:
         low, high, total, top, decay = _lowered(p, total, gl.zeros_like(total), top, True, T)
         packed = _words(low, high)
     else:
         packed = _packed(p, v_s.dtype, P, T)
+    before = 0
     slot = 1
     phase = 0
     for j in range(1, tiles):
         acc, rest, packed, decay, total, top = _step(
-            j, slot, phase, acc, rest, packed, decay, total, top, given, T, P, ONLINE, GROUP
+            j, before, slot, phase, acc, rest, packed, decay, total, top, given, T, P, ONLINE, GROUP
         )
+        before = slot
         slot += 1
         if slot == T.STAGES:
             slot = 0
