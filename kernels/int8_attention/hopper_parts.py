@@ -118,10 +118,13 @@ def _softmax(s, q_scale, of_keys, rows, col, N, top, T: gl.constexpr, MASKED: gl
         if T.AS_FLOAT and not ONLINE:
             # In one operation, which rounds to 2^-8 (log2) or finer where scores are bounded.
             less = scale * _AS_FLOAT + top if T.FP8 else scale * _AS_FLOAT
-            x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E) - _by_row(less, E)
+            if T.HAS_BIAS:
+                x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E) + (bias - _by_row(less, E))
+            else:
+                x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E) - _by_row(less, E)
         else:
             x = s4.to(gl.float32) * _by_row(scale, E)
-    if T.HAS_BIAS:
+    if T.HAS_BIAS and (ONLINE or not T.AS_FLOAT):
         x += bias
     if MASKED:
         n = gl.expand_dims(col + gl.arange(0, BN, layout=gl.SliceLayout(0, S)), 0)

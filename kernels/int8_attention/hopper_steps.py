@@ -30,7 +30,7 @@ def _step(
     s = _started(q, k_s.index(slot), T, ONLINE)
     acc, rest = _added(acc, rest, packed, decay, v_s.index(slot), rest_s.index(slot), T, P)
     # Under the products where registers are left for it, so that the softmax need not wait for it.
-    EARLY: gl.constexpr = (T.FP8 or T.HAS_BIAS) and not T.HIGH
+    EARLY: gl.constexpr = T.FP8 and not T.HIGH
     if EARLY:
         of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T)
     if T.TURNS:
