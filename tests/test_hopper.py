@@ -124,6 +124,20 @@ def test_weights_in_e4m3_follow_scores_that_rise_or_fall_along_the_keys(reach, d
     assert (lse - exact_lse).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize(("fp8", "high"), [(False, False), (True, False), (False, True), (True, True)])
+def test_tiles_without_a_bias_beside_tiles_with_one(fp8, high, online):
+    query, key, value = draw(2, 2, 200, 1000, 128)
+    bias = torch.zeros(2, 2, 1, 1000, device="cuda")
+    bias[0, 1, :, 100:330] = -torch.rand(230, device="cuda") * 9
+    bias[1, 0, :, 384:520] = -math.inf
+    bias[1, 1] += 3.0
+    out, lse = run(query, key, value, bias, changes={}, fp8=fp8, high=high, online=online)
+    exact, exact_lse = sdpa_oracle(query, key, value, bias)
+    assert relative_error(out, exact) < (0.045 if fp8 else 0.0135)
+    assert (lse - exact_lse).abs().max() < 0.06
+
+
 def test_keys_under_a_heavy_bias_first_leave_room_for_the_others():
     query, key, value = draw(2, 2, 128, 700, 128)
     bias = torch.zeros(1, 1, 1, 700, device="cuda")

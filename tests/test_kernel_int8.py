@@ -520,3 +520,21 @@ def test_offsets_past_2_to_the_31():
     view.copy_(torch.randn(1, 1, length, 64, device=DEVICE))
     out = int8_attention(view, view, view)
     assert relative_error(out, sdpa_oracle(view, view, view)[0]) < 0.02
+
+
+def test_tiles_with_a_key_are_listed_with_whether_they_have_a_bias():
+    """Twice the number of each, and 1 where a bias is not 0; the last tile is cut, and a row without keys lists one."""
+    from sdpa_router.kernels.int8_attention.bias import prepare
+
+    config = configs.HOPPER_FP8[128]
+    tile = config.block_n
+    mask = torch.full((3, 1, 1, 6 * tile - 5), 2.0, device=DEVICE)  # the largest bias becomes 0
+    mask[0, ..., 2 * tile + 3] = 1.5
+    mask[0, ..., 3 * tile : 4 * tile] = -math.inf
+    mask[0, ..., 4 * tile] = -math.inf
+    mask[1, ..., tile] = math.nan
+    mask[2] = -math.inf
+    live = prepare(mask, mask.shape[3], config)[2][:, 0].tolist()
+    assert live[0][:6] == [5, 0, 2, 4 + 1, 8 + 1, 10 + 1]
+    assert live[1] == [6, 0, 2 + 1, 4, 6, 8, 10 + 1]
+    assert live[2][:2] == [1, 1]

@@ -64,10 +64,13 @@ def _prepare_bias(
         alive = tl.max(kept.to(tl.int32).reshape([PART // TILE, TILE]), 1)
         count = tl.sum(before, 0)
         place = count + tl.cumsum(alive, 0) - alive
-        tl.store(LIVE + 1 + place, first // TILE + tl.arange(0, PART // TILE), mask=alive != 0)
+        # Of each the number, doubled, and whether a bias of it is not 0.
+        biased = tl.max(((n >= N) | (b != anchor)).to(tl.int32).reshape([PART // TILE, TILE]), 1)
+        tile = first // TILE + tl.arange(0, PART // TILE)
+        tl.store(LIVE + 1 + place, 2 * tile + biased, mask=alive != 0)
         count += tl.sum(alive, 0)
         if first + PART >= NP:
-            tl.store(LIVE + 1, 0, mask=count == 0)
+            tl.store(LIVE + 1, 1, mask=count == 0)
             tl.store(LIVE, tl.maximum(count, 1))
 
 
