@@ -131,7 +131,7 @@ def traits(
         BM=_ROWS, BN=config.block_n, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=rest,
         STAGES=config.num_stages, CONSUMERS=config.block_m // _ROWS,
         Q_REGISTERS=padded <= 128 and config.block_m * min(config.block_n, 96) < 256 * _ROWS,
-        AS_FLOAT=config.as_float > 0 and not high,
+        AS_FLOAT=0 if high else config.as_float,
         HAS_BIAS=has_bias, HAS_LSE=has_lse, CAUSAL=causal, TAIL=tail, HIGH=high, FP8=fp8,
         # It ends at 2^-126 and loses NaN: that of a key shows in those that share its scale.
         POLYNOMIAL=0 if has_bias or high else config.polynomial, TURNS=config.turns > 0 and config.block_m > _ROWS,

@@ -28,8 +28,8 @@ def _scores(q, k, S: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.con
 
 @gluon.jit
 def _started(q, k, T: gl.constexpr, ONLINE: gl.constexpr):
-    """_scores(), as _softmax takes them: with _AS_FLOAT_BITS added if T.AS_FLOAT and they are bounded."""
-    ADDED: gl.constexpr = _AS_FLOAT_BITS if T.AS_FLOAT and not ONLINE else 0
+    """_scores(), as _softmax takes them: with _AS_FLOAT_BITS added if T.AS_FLOAT is 1 and they are bounded."""
+    ADDED: gl.constexpr = _AS_FLOAT_BITS if T.AS_FLOAT == 1 and not ONLINE else 0
     return _scores(q, k, _accumulator(T.BN, 8), T.BM, T.BN, T.D, ADDED)
 
 
@@ -113,7 +113,9 @@ def _softmax(
     if T.HIGH:
         x = s4.to(gl.float32) * scale * _by_row(q_scale, E)
     else:
-        if T.AS_FLOAT and not ONLINE:
+        if T.AS_FLOAT > 0 and not ONLINE:
+            if T.AS_FLOAT == 2:
+                s4 += _AS_FLOAT_BITS
             # In one operation, which rounds to 2^-8 (log2) or finer where scores are bounded.
             less = scale * _AS_FLOAT + top if T.FP8 else scale * _AS_FLOAT
             if HAS_BIAS:
@@ -122,7 +124,7 @@ def _softmax(
                 x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E) - _by_row(less, E)
         else:
             x = s4.to(gl.float32) * _by_row(scale, E)
-    if HAS_BIAS and (ONLINE or not T.AS_FLOAT):
+    if HAS_BIAS and (ONLINE or T.AS_FLOAT == 0):
         x += added
     if MASKED:
         n = gl.expand_dims(col + gl.arange(0, BN, layout=gl.SliceLayout(0, S)), 0)
@@ -143,7 +145,7 @@ def _softmax(
         new_top = gl.maximum(top, gl.ceil(peak - _E4M3_TOP) if T.FP8 else peak)
         decay = gl.exp2(top - new_top)
         top = new_top
-    if ONLINE or (T.FP8 and not T.AS_FLOAT):
+    if ONLINE or (T.FP8 and T.AS_FLOAT == 0):
         x -= _by_row(top, E)
     if T.POLYNOMIAL > 0 and not ONLINE and not MASKED:
         p = _exp2(x, T)
