@@ -126,14 +126,19 @@ def test_weights_in_e4m3_follow_scores_that_rise_or_fall_along_the_keys(reach, d
 
 @pytest.mark.parametrize("online", [False, True])
 @pytest.mark.parametrize(("fp8", "high"), [(False, False), (True, False), (False, True), (True, True)])
-def test_tiles_without_a_bias_beside_tiles_with_one(fp8, high, online):
-    query, key, value = draw(2, 2, 200, 1000, 128)
-    bias = torch.zeros(2, 2, 1, 1000, device="cuda")
-    bias[0, 1, :, 100:330] = -torch.rand(230, device="cuda") * 9
+def test_tiles_of_one_bias_beside_tiles_of_several(fp8, high, online):
+    """All of one, all of several, and both: in the middle, first and last, and where a part of a tile is masked."""
+    query, key, value = draw(4, 2, 200, 1024, 128)
+    bias = torch.zeros(2, 4, 1, 1024, device="cuda")
+    bias[0, 1, :, 130:330] = -torch.rand(200, device="cuda") * 9
+    bias[0, 2, :, 512:] = -4.0
+    bias[0, 3] = torch.randn(1024, device="cuda")
     bias[1, 0, :, 384:520] = -math.inf
     bias[1, 1] += 3.0
+    bias[1, 2, :, :100] = torch.randn(100, device="cuda")
+    bias[1, 3, :, 960:] = torch.randn(64, device="cuda")
     out, lse = run(query, key, value, bias, changes={}, fp8=fp8, high=high, online=online)
-    exact, exact_lse = sdpa_oracle(query, key, value, bias)
+    exact, exact_lse = sdpa_oracle(query, key, value, bias, enable_gqa=True)
     assert relative_error(out, exact) < (0.045 if fp8 else 0.0135)
     assert (lse - exact_lse).abs().max() < 0.06
 

@@ -27,6 +27,20 @@ def _raw_bias(MASK, n, N, s_n, IS_BOOL: tl.constexpr):
     return tl.where(b != 0, 0.0, float("-inf")) if IS_BOOL else b.to(tl.float32)
 
 
+@triton.jit
+def _live_tiles(n, b, N, TILES: tl.constexpr, TILE: tl.constexpr):
+    """int32 [TILES], twice: 1 for tiles with a key that counts whose bias differs within them, and whose does not.
+
+    n, b: the keys, and their bias as given.  NaN differs from itself, and a tile that the last key ends from what is
+    past it.
+    """
+    b2 = b.reshape([TILES, TILE])
+    inside = (n < N).reshape([TILES, TILE])
+    alive = tl.max((inside & (b2 != float("-inf"))).to(tl.int32), 1)
+    differ = tl.max(((b2 != tl.max(b2, 1)[:, None]) | (inside == 0)).to(tl.int32), 1)
+    return alive & differ, alive & (1 - differ)
+
+
 @triton.jit(do_not_specialize=["N", "NP", "heads"])
 def _prepare_bias(
     MASK, BIAS, ANCHOR, LIVE, N, NP, heads, s_b, s_h, s_n,
@@ -34,23 +48,28 @@ def _prepare_bias(
 ):  # fmt: skip
     """Any dtype and strides to float32 in log2 units, shifted so that the largest of the row is 0.
 
-    One program PART keys of a mask row: each looks at the whole row for its largest value, and at the tiles before its
-    own for their place in the list of live ones.
+    One program PART keys of a mask row: each looks at the whole row for its largest value, and for the place of its
+    tiles in the list of live ones.
     """
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * PART
     MASK += (row // heads) * s_b + (row % heads) * s_h
-    LIVE += row * (NP // TILE + 1)
+    LIVE += row * (NP // TILE + 2)
     cols = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
-    before = tl.zeros([BLOCK // TILE], tl.int32)
+    mixed = tl.zeros([BLOCK // TILE], tl.int32)
+    mixed_before = mixed
+    alike_before = mixed
     for start in range(0, N, BLOCK):
         n = start + cols
         b = _raw_bias(MASK, n, N, s_n, IS_BOOL)
         top = tl.maximum(top, tl.where((n < N) & (tl.abs(b) < float("inf")), b, float("-inf")))
         if HAS_LIVE:
-            kept = (n < tl.minimum(first, N)) & (b != float("-inf"))
-            before += tl.max(kept.to(tl.int32).reshape([BLOCK // TILE, TILE]), 1)
+            these, others = _live_tiles(n, b, N, BLOCK // TILE, TILE)
+            before = start + tl.arange(0, BLOCK // TILE) * TILE < first
+            mixed += these
+            mixed_before += tl.where(before, these, 0)
+            alike_before += tl.where(before, others, 0)
     anchor = tl.max(top, 0)
     anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
     n = first + tl.arange(0, PART)
@@ -60,18 +79,20 @@ def _prepare_bias(
         tl.store(ANCHOR + row * 2, anchor)
         tl.store(ANCHOR + row * 2 + 1, tl.where(tl.abs(anchor) < ABSORBING, 1.0, 0.0))
     if HAS_LIVE:
-        kept = (n < N) & (b != float("-inf"))
-        alive = tl.max(kept.to(tl.int32).reshape([PART // TILE, TILE]), 1)
-        count = tl.sum(before, 0)
-        place = count + tl.cumsum(alive, 0) - alive
-        # Of each the number, doubled, and whether a bias of it is not 0.
-        biased = tl.max(((n >= N) | (b != anchor)).to(tl.int32).reshape([PART // TILE, TILE]), 1)
-        tile = first // TILE + tl.arange(0, PART // TILE)
-        tl.store(LIVE + 1 + place, 2 * tile + biased, mask=alive != 0)
-        count += tl.sum(alive, 0)
+        these, others = _live_tiles(n, b, N, PART // TILE, TILE)
+        all_mixed = tl.sum(mixed, 0)
+        alike = tl.sum(alike_before, 0)
+        place = tl.where(
+            these != 0,
+            tl.sum(mixed_before, 0) + tl.cumsum(these, 0) - these,
+            all_mixed + alike + tl.cumsum(others, 0) - others,
+        )
+        tl.store(LIVE + 2 + place, first // TILE + tl.arange(0, PART // TILE), mask=(these | others) != 0)
+        count = all_mixed + alike + tl.sum(others, 0)
         if first + PART >= NP:
-            tl.store(LIVE + 1, 1, mask=count == 0)
+            tl.store(LIVE + 2, 0, mask=count == 0)
             tl.store(LIVE, tl.maximum(count, 1))
+            tl.store(LIVE + 1, tl.where(count == 0, 1, all_mixed))
 
 
 @triton.jit
@@ -96,7 +117,7 @@ def prepare(
     device = attn_mask.device
     bias = empty((*rows, length), torch.float32, device)
     anchor = empty((*rows, 2), torch.float32, device)
-    live = empty((*rows, 1 + length // config.block_n), torch.int32, device) if config.gluon else None
+    live = empty((*rows, 2 + length // config.block_n), torch.int32, device) if config.gluon else None
     is_bool = attn_mask.dtype == torch.bool
     launch(
         _prepare_bias, (triton.cdiv(length, BIAS_PART), rows[0] * rows[1]),

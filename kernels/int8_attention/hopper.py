@@ -53,9 +53,10 @@ def _attention(
     tiles = k_tiles
     masked = 1
     if T.HAS_BIAS:
-        LIVE += bias_row * (k_tiles + 1)
+        LIVE += bias_row * (k_tiles + 2)
         ANCHOR += bias_row * 2
         tiles = gl.load(LIVE)
+        masked = gl.load(LIVE + 1)
     if T.CAUSAL:
         tiles = gl.cdiv(gl.minimum(N, (block + 1) * ROWS), T.BN)
         masked = tiles - gl.minimum(block * ROWS, N) // T.BN
@@ -79,7 +80,7 @@ def _attention(
     if T.HAS_BIAS:
         bias_s = _buffer(bias_desc, T.STAGES)
     ring = (k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn)
-    work = (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, LIVE, q_s, q_full, ring,
+    work = (Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, q_s, q_full, ring,
             block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit)  # fmt: skip
     loads = (q_desc, k_desc, v_desc, rest_desc, scale_desc, bias_desc, q_s, q_full, ring,
              LIVE, block, head, b, h_kv, kv_head, k_tiles, bias_row, tiles)  # fmt: skip

@@ -47,16 +47,10 @@ class Traits(NamedTuple):
 def _tile_of(j, tiles, LIVE, HAS_BIAS: gl.constexpr):
     """Key tile of step j: the j-th one that is not masked altogether, or from the last to the first."""
     if HAS_BIAS:
-        tile = gl.load(LIVE + 1 + j) >> 1
+        tile = gl.load(LIVE + 2 + j)
     else:
         tile = tiles - 1 - j
     return tile
-
-
-@gluon.jit
-def _has_bias(LIVE, j):
-    """Whether any bias of step j's tile is not 0."""
-    return (gl.load(LIVE + 1 + j) & 1) != 0
 
 
 @gluon.jit

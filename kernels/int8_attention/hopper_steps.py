@@ -6,60 +6,55 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from .hopper_parts import _accumulator, _packed, _product, _softmax, _started, _tile_scale, _words
-from .hopper_ring import _has_bias
+from .hopper_parts import _accumulator, _of_keys, _packed, _product, _softmax, _started, _words
 from .hopper_rows import _bound, _by_group, _by_thread, _decayed, _gap, _lowered, _write_parts
 
 
 @gluon.jit
 def _step(
-    j, before, slot, phase, acc, rest, packed, decay, total, top, given,
+    j, slot, phase, acc, rest, packed, decay, total, top, given,
     T: gl.constexpr, P: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile j, then P @ V of tile j - 1 with the softmax of tile j under it.
 
-    before, slot: of the ring, of the step before and of this one.  decay: of the rows at tile j - 1, by which P @ V of
-    the tiles before it is behind.  given: what all steps share.
+    decay: of the rows at tile j - 1, by which P @ V of the tiles before it is behind.  given: what all steps share.
     """
-    q, q_scale, rows, SINK, LIVE, M, N, tiles, masked, ring = given
+    q, q_scale, rows, SINK, M, N, tiles, masked, ring = given
     k_s, v_s, rest_s, scale_s, bias_s, full, empty, turn = ring
     SPLIT: gl.constexpr = T.REST > 0
     BY_NEED: gl.constexpr = T.FP8 and not ONLINE
     mbarrier.wait(full.index(slot), phase)
     if T.TURNS:
         mbarrier.wait(turn.index(GROUP), (j & 1) if GROUP == 0 else (j & 1) ^ 1)  # the first turn is free
-    s = _started(q, k_s.index(slot), T, ONLINE)
+    s = _started(q, k_s.index(slot), j < masked, T, ONLINE)
     acc, rest = _added(acc, rest, packed, decay, v_s.index(slot), rest_s.index(slot), T, P)
-    # Where there is a bias it is 0 in most tiles of a mask or a fade.
-    SOME: gl.constexpr = T.HAS_BIAS and not (ONLINE or T.CAUSAL)
-    if SOME:
-        biased = _has_bias(LIVE, j)
+    if T.TURNS:
+        mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
+    # A bias of each key only where keys of a tile differ in it (in the first tiles).
+    BY_TILE: gl.constexpr = T.HAS_BIAS and not ONLINE
+    BIAS: gl.constexpr = 1 if BY_TILE else 2 if T.HAS_BIAS else 0
     # Under the products where registers are left for it, so that the softmax need not wait for it.
     EARLY: gl.constexpr = T.FP8 and not T.HIGH
     if EARLY:
-        scale = _tile_scale(q_scale, scale_s.index(slot), T)
-    if T.TURNS:
-        mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
-    if T.FP8:
-        mbarrier.arrive(empty.index(before), count=1)  # here what its warps wait for is under the products
+        of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T, BIAS)
     s = warpgroup_mma_wait(1 + SPLIT, deps=[s])
     if not EARLY:
-        scale = _tile_scale(q_scale, scale_s.index(slot), T)
-    bias = bias_s.index(slot)
+        of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T, BIAS)
     col = (tiles - 1 - j) * T.BN
     # Where BN is a program's query rows, the diagonal crosses the first tile only; _attend has done that one.
     if T.CAUSAL and T.CONSUMERS * T.BM != T.BN:
         if j < masked:
-            p, part, top, decay = _softmax(s, q_scale, scale, bias, rows, col, N, top, T, True, ONLINE, T.HAS_BIAS)
+            p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, True, ONLINE, BIAS)
         else:
-            p, part, top, decay = _softmax(s, q_scale, scale, bias, rows, col, N, top, T, False, ONLINE, T.HAS_BIAS)
-    elif SOME:
-        if biased:
-            p, part, top, decay = _softmax(s, q_scale, scale, bias, rows, col, N, top, T, False, ONLINE, True)
+            p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, False, ONLINE, BIAS)
+    elif BY_TILE:
+        if j < masked:
+            each = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T, 2)
+            p, part, top, decay = _softmax(s, q_scale, each, rows, col, N, top, T, False, ONLINE, 2)
         else:
-            p, part, top, decay = _softmax(s, q_scale, scale, bias, rows, col, N, top, T, False, ONLINE, False)
+            p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, False, ONLINE, 1)
     else:
-        p, part, top, decay = _softmax(s, q_scale, scale, bias, rows, col, N, top, T, False, ONLINE, T.HAS_BIAS)
+        p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, False, ONLINE, BIAS)
     # ptxas would hoist the wait for P @ V above the exponentials, were there nothing between them.
     if BY_NEED:
         low, high, total, top, decay = _lowered(p, part, total, top, False, T)
@@ -74,8 +69,7 @@ def _step(
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     if SPLIT:
         rest = warpgroup_mma_wait(0, deps=[rest])
-    if not T.FP8:
-        mbarrier.arrive(empty.index(slot), count=1)
+    mbarrier.arrive(empty.index(slot), count=1)
     if BY_NEED:
         packed = _words(low, high)
     else:
@@ -109,7 +103,7 @@ def _added(acc, rest, packed, decay, v, v_rest, T: gl.constexpr, P: gl.constexpr
 @gluon.jit
 def _attend(given, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr):
     """Walk the ring: P @ V [BM, COLUMNS] and [BM, REST] before division, row sums and tops [BM] of one warpgroup."""
-    q, q_scale, rows, _SINK, _LIVE, _M, N, tiles, _masked, ring = given
+    q, q_scale, rows, _SINK, _M, N, tiles, _masked, ring = given
     k_s, v_s, rest_s, scale_s, bias_s, full, empty, _turn = ring
     BITS: gl.constexpr = v_s.dtype.primitive_bitwidth
     ACC: gl.constexpr = _accumulator(T.COLUMNS, BITS)
@@ -123,30 +117,26 @@ def _attend(given, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr):
     rest = 0
     if T.REST > 0:
         rest = gl.full([T.BM, T.REST], 0.0, gl.float32, layout=_accumulator(T.REST, BITS))
-    mbarrier.wait(full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=[_started(q, k_s.index(0), T, ONLINE)])
-    scale = _tile_scale(q_scale, scale_s.index(0), T)
+    BIAS: gl.constexpr = 2 if T.HAS_BIAS else 0
     MASKED: gl.constexpr = T.CAUSAL or T.TAIL
-    p, total, top, decay = _softmax(
-        s, q_scale, scale, bias_s.index(0), rows, (tiles - 1) * T.BN, N, top, T, MASKED, ONLINE, T.HAS_BIAS
-    )
+    mbarrier.wait(full.index(0), 0)
+    s = warpgroup_mma_wait(0, deps=[_started(q, k_s.index(0), 1, T, ONLINE)])
+    of_keys = _of_keys(q_scale, scale_s.index(0), bias_s.index(0), T, BIAS)
+    p, total, top, decay = _softmax(s, q_scale, of_keys, rows, (tiles - 1) * T.BN, N, top, T, MASKED, ONLINE, BIAS)
     # Nothing is in flight, but the slot must not be given back before p is made.
     p = warpgroup_mma_wait(0, deps=[p])
-    if not T.FP8:
-        mbarrier.arrive(empty.index(0), count=1)
+    mbarrier.arrive(empty.index(0), count=1)
     if BY_NEED:
         low, high, total, top, decay = _lowered(p, total, gl.zeros_like(total), top, True, T)
         packed = _words(low, high)
     else:
         packed = _packed(p, v_s.dtype, P, T)
-    before = 0
     slot = 1
     phase = 0
     for j in range(1, tiles):
         acc, rest, packed, decay, total, top = _step(
-            j, before, slot, phase, acc, rest, packed, decay, total, top, given, T, P, ONLINE, GROUP
+            j, slot, phase, acc, rest, packed, decay, total, top, given, T, P, ONLINE, GROUP
         )
-        before = slot
         slot += 1
         if slot == T.STAGES:
             slot = 0
@@ -164,8 +154,8 @@ def _attend(given, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
     """One warpgroup: BM query rows of one head."""
-    Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, LIVE, q_s, q_full, ring = work[:11]
-    block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit = work[11:]
+    Q_SCALE, K_NORM, ANCHOR, LSE_TERM, V_SCALE, OUT, LSE, q_s, q_full, ring = work[:10]
+    block, first, kv_head, k_tiles, M, N, tiles, masked, s_om, s_lm, limit = work[10:]
     S: gl.constexpr = _accumulator(T.BN, 8)
     rows = (block * T.CONSUMERS + GROUP) * T.BM + gl.arange(0, T.BM, layout=gl.SliceLayout(1, S))
     q_scale = gl.load(Q_SCALE + first + rows, mask=rows < M, other=0.0)
@@ -181,7 +171,7 @@ def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
     if T.Q_REGISTERS:
         q = q8.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=4))
     bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, M, k_tiles, T.BM, T.D, T.CONSUMERS == 3)
-    given = (q, q_scale, rows, LSE, LIVE, M, N, tiles, masked, ring)
+    given = (q, q_scale, rows, LSE, M, N, tiles, masked, ring)
     if bound <= limit:
         acc, rest, total, top = _attend(given, T, False, GROUP)
         _write_parts(acc, rest, total, top, rows, OUT, LSE, V_SCALE, LSE_TERM + first, anchor, keep, M, s_om, s_lm, T)
