@@ -23,6 +23,8 @@ BITS = {"i8": 8, "fp32": 32, "bf16": 16, "fp16": 16, "fp8e4nv": 8}
 VARIANTS = (
     (64, "bf16", ("HAS_LSE", "CAUSAL")),
     (96, "fp16", ("TAIL",)),
+    (128, "bf16", ()),
+    (128, "bf16", ("HAS_LSE",)),
     (128, "bf16", ("HAS_BIAS", "HAS_LSE")),
     (128, "bf16", ("HIGH",)),
     (128, "fp8e4nv", ("HAS_BIAS", "TAIL")),
@@ -104,6 +106,14 @@ def overwritten(body: list[str]) -> list[str]:
     return found
 
 
+def moves_behind_the_wait(body: list[str]) -> int:
+    """Registers that scores start from which are written once keys are there, where the products wait for them."""
+    wait = next(i for i, text in enumerate(body) if "TRYWAIT" in text)
+    there = next(i for i, text in enumerate(body) if i > wait and re.search(r"\bBRA\b", text))
+    start = next(i for i, text in enumerate(body) if text.startswith("IGMMA"))
+    return sum("0x4b400000" in text for text in body[there:start])
+
+
 def facts(compiled, consumers: int) -> dict[str, object]:
     sass, spills = cuda_facts(compiled.asm["cubin"])
     bodies = loops(sass)
@@ -114,6 +124,7 @@ def facts(compiled, consumers: int) -> dict[str, object]:
         "instructions": sorted(set(re.findall(r"\b(IGMMA|HGMMA|QGMMA|UTMALDG|USETMAXREG)\b", sass))),
         "under_product": min(under_product(body) for body in bodies[:consumers]),
         "overwritten": [text for body in bodies[: 2 * consumers] for text in overwritten(body)],
+        "behind_wait": max(moves_behind_the_wait(body) for body in bodies[: 2 * consumers]),
         "spills_in_loop": sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in bodies[consumers - 1]),
         "bounded": len(bodies[0]),
         "online": len(bodies[consumers]),

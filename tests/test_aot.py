@@ -42,10 +42,11 @@ def test_every_kernel_takes_strides_of_1_and_past_32_bits():
     assert not [row for row in rows if row["failed"]]
 
 
-# Instructions a key tile of the bounded and of the online loop: what Triton 3.6 and 3.9 give, + 5 %.
+# Instructions a key tile of the shorter and of the longer loop, bounded and online: what Triton 3.6 to 3.9 give, + 5 %.
+# With a bias the bounded one has a way for tiles of one bias besides.
 ISSUE_SLOTS = {
-    "D64": (510, 665), "D96 fp8e4nv": (616, 690), "D96": (520, 637), "D128 bf16": (514, 727),
-    "D128 fp8e4nv": (701, 767), "D256": (271, 487),
+    "D64": (510, 665), "D96 fp8e4nv": (616, 690), "D96": (520, 637), "D128 bf16 HAS_BIAS": (607, 677),
+    "D128 bf16": (514, 727), "D128 fp8e4nv HAS_BIAS": (387, 573), "D128 fp8e4nv": (345, 396), "D256": (370, 487),
 }  # fmt: skip
 
 
@@ -64,5 +65,7 @@ def test_the_hopper_kernel_keeps_its_schedule():
         assert row["shared"] <= 232_448, row
         assert row["under_product"] >= 0.9, row
         assert row["overwritten"] == [], row
+        if row["variant"].startswith("D128 bf16") and row["triton"].startswith(("3.6.", "3.7.")):
+            assert row["behind_wait"] == 0, row
         assert row["bounded"] <= bounded, row
         assert row["online"] <= online, row
