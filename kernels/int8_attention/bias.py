@@ -17,7 +17,7 @@ ABSORBING = tl.constexpr(2.0**24)
 # In log2: a key this far under the largest bias of its row is left out of shift and scale. Its score would have to be
 # 8192 (natural log) higher than the others to count.
 NEGLIGIBLE = tl.constexpr(-8192.0 * LOG2E)
-BIAS_PART, BIAS_BLOCK = 2048, 8192  # keys that a program prepares, and that it looks at in a step
+BIAS_PART, BIAS_BLOCK = 2048, 4096  # keys that a program prepares, and that it looks at in a step
 
 
 @triton.jit
@@ -31,13 +31,12 @@ def _raw_bias(MASK, n, N, s_n, IS_BOOL: tl.constexpr):
 def _live_tiles(n, b, N, TILES: tl.constexpr, TILE: tl.constexpr):
     """int32 [TILES], twice: 1 for tiles with a key that counts whose bias differs within them, and whose does not.
 
-    n, b: the keys, and their bias as given.  NaN differs from itself, and a tile that the last key ends from what is
-    past it.
+    n, b: the keys, and their bias as given.  Tiles with a NaN or infinity, and one that the last key ends, differ.
     """
-    b2 = b.reshape([TILES, TILE])
-    inside = (n < N).reshape([TILES, TILE])
-    alive = tl.max((inside & (b2 != float("-inf"))).to(tl.int32), 1)
-    differ = tl.max(((b2 != tl.max(b2, 1)[:, None]) | (inside == 0)).to(tl.int32), 1)
+    size = tl.where(n < N, tl.where(b == b, b, float("inf")), float("-inf")).reshape([TILES, TILE])
+    most = tl.max(size, 1)
+    alive = (most > float("-inf")).to(tl.int32)
+    differ = ((most != tl.min(size, 1)) | (most == float("inf"))).to(tl.int32)
     return alive & differ, alive & (1 - differ)
 
 
