@@ -21,11 +21,11 @@ TWO = {"block_m": 128, "block_n": 128, "num_stages": 5, "turns": 1, "as_float": 
 WIDE = {"block_m": 128, "block_n": 128, "num_stages": 3}
 VARIANTS = [
     (64, {}), (64, WIDE), (64, {"block_m": 64, **NARROW}), (64, {"block_m": 192, **NARROW}),
-    (96, {}), (128, {}), (128, {"as_float": 0}), (128, {"as_float": 2}), (128, {"polynomial": 4}), (256, {}),
+    (96, {}), (128, {}), (128, {"as_float": 0}), (128, {"polynomial": 4}), (256, {}),
     (64, {"turns": 1}), (96, {"as_float": 0}), (96, {"turns": 1}), (128, {"turns": 1}),
 ]  # fmt: skip
 FP8 = [
-    (64, {}), (64, WIDE), (96, {}), (128, {}), (128, {"as_float": 0}), (128, {"as_float": 2}),
+    (64, {}), (64, WIDE), (96, {}), (128, {}), (128, {"as_float": 0}),
     (256, {}), (128, {"turns": 1}), (128, TWO), (128, TWO | {"polynomial": 2}), (128, {"polynomial": 4}),
 ]  # fmt: skip
 

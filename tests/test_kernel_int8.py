@@ -520,38 +520,3 @@ def test_offsets_past_2_to_the_31():
     view.copy_(torch.randn(1, 1, length, 64, device=DEVICE))
     out = int8_attention(view, view, view)
     assert relative_error(out, sdpa_oracle(view, view, view)[0]) < 0.02
-
-
-def test_tiles_with_a_key_are_listed_those_first_whose_keys_differ_in_their_bias():
-    """The number of tiles, how many differ, which: NaN and the end of the keys differ; a row without keys lists one."""
-    from sdpa_router.kernels.int8_attention.bias import BIAS_PART, prepare
-
-    config = configs.HOPPER_FP8[128]
-    tile = config.block_n
-    mask = torch.full((4, 1, 1, 6 * tile - 5), 2.0, device=DEVICE)
-    mask[0, ..., 2 * tile + 3] = 1.5
-    mask[0, ..., tile : 2 * tile] = -7.0  # one bias for all
-    mask[0, ..., 3 * tile : 4 * tile + 1] = -math.inf
-    mask[1, ..., tile] = math.nan
-    mask[2] = -math.inf
-    mask[3, ..., 5 * tile :] = -math.inf
-    live = prepare(mask, mask.shape[3], config)[2][:, 0].tolist()
-    assert live[0][:7] == [5, 3, 2, 4, 5, 0, 1]
-    assert live[1] == [6, 2, 1, 5, 0, 2, 3, 4]
-    assert live[2][:3] == [1, 1, 0]
-    assert live[3][:7] == [5, 0, 0, 1, 2, 3, 4]
-    # Rows of several parts, of a mask's own strides.
-    long = torch.rand(5 * BIAS_PART + 700, device=DEVICE)
-    tiles = -(-long.numel() // tile)
-    alike = torch.rand(tiles, device=DEVICE) < 0.5
-    gone = torch.rand(tiles, device=DEVICE) < 0.3
-    each = torch.arange(long.numel(), device=DEVICE) // tile
-    long = torch.where(gone[each], -math.inf, torch.where(alike[each], 0.25, long))
-    spread = torch.stack([long, long], -1)[None, None, :, 0].unsqueeze(1)
-    live = prepare(spread, long.numel(), config)[2][0, 0].tolist()
-    here = (~gone).tolist()
-    differ = (~alike).tolist()
-    differ[-1] |= long.numel() % tile > 0
-    first = [t for t in range(tiles) if here[t] and differ[t]]
-    then = [t for t in range(tiles) if here[t] and not differ[t]]
-    assert live[: 2 + sum(here)] == [sum(here), len(first), *first, *then]

@@ -17,7 +17,7 @@ ABSORBING = tl.constexpr(2.0**24)
 # In log2: a key this far under the largest bias of its row is left out of shift and scale. Its score would have to be
 # 8192 (natural log) higher than the others to count.
 NEGLIGIBLE = tl.constexpr(-8192.0 * LOG2E)
-BIAS_PART, BIAS_BLOCK = 2048, 4096  # keys that a program prepares, and that it looks at in a step
+BIAS_PART, BIAS_BLOCK = 2048, 8192  # keys that a program prepares, and that it looks at in a step
 
 
 @triton.jit
@@ -27,19 +27,6 @@ def _raw_bias(MASK, n, N, s_n, IS_BOOL: tl.constexpr):
     return tl.where(b != 0, 0.0, float("-inf")) if IS_BOOL else b.to(tl.float32)
 
 
-@triton.jit
-def _live_tiles(n, b, N, TILES: tl.constexpr, TILE: tl.constexpr):
-    """int32 [TILES], twice: 1 for tiles with a key that counts whose bias differs within them, and whose does not.
-
-    n, b: the keys, and their bias as given.  Tiles with a NaN or infinity, and one that the last key ends, differ.
-    """
-    size = tl.where(n < N, tl.where(b == b, b, float("inf")), float("-inf")).reshape([TILES, TILE])
-    most = tl.max(size, 1)
-    alive = (most > float("-inf")).to(tl.int32)
-    differ = ((most != tl.min(size, 1)) | (most == float("inf"))).to(tl.int32)
-    return alive & differ, alive & (1 - differ)
-
-
 @triton.jit(do_not_specialize=["N", "NP", "heads"])
 def _prepare_bias(
     MASK, BIAS, ANCHOR, LIVE, N, NP, heads, s_b, s_h, s_n,
@@ -47,28 +34,23 @@ def _prepare_bias(
 ):  # fmt: skip
     """Any dtype and strides to float32 in log2 units, shifted so that the largest of the row is 0.
 
-    One program PART keys of a mask row: each looks at the whole row for its largest value, and for the place of its
-    tiles in the list of live ones.
+    One program PART keys of a mask row: each looks at the whole row for its largest value, and at the tiles before its
+    own for their place in the list of live ones.
     """
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * PART
     MASK += (row // heads) * s_b + (row % heads) * s_h
-    LIVE += row * (NP // TILE + 2)
+    LIVE += row * (NP // TILE + 1)
     cols = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
-    mixed = tl.zeros([BLOCK // TILE], tl.int32)
-    mixed_before = mixed
-    alike_before = mixed
+    before = tl.zeros([BLOCK // TILE], tl.int32)
     for start in range(0, N, BLOCK):
         n = start + cols
         b = _raw_bias(MASK, n, N, s_n, IS_BOOL)
         top = tl.maximum(top, tl.where((n < N) & (tl.abs(b) < float("inf")), b, float("-inf")))
         if HAS_LIVE:
-            these, others = _live_tiles(n, b, N, BLOCK // TILE, TILE)
-            before = start + tl.arange(0, BLOCK // TILE) * TILE < first
-            mixed += these
-            mixed_before += tl.where(before, these, 0)
-            alike_before += tl.where(before, others, 0)
+            kept = (n < tl.minimum(first, N)) & (b != float("-inf"))
+            before += tl.max(kept.to(tl.int32).reshape([BLOCK // TILE, TILE]), 1)
     anchor = tl.max(top, 0)
     anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
     n = first + tl.arange(0, PART)
@@ -78,20 +60,15 @@ def _prepare_bias(
         tl.store(ANCHOR + row * 2, anchor)
         tl.store(ANCHOR + row * 2 + 1, tl.where(tl.abs(anchor) < ABSORBING, 1.0, 0.0))
     if HAS_LIVE:
-        these, others = _live_tiles(n, b, N, PART // TILE, TILE)
-        all_mixed = tl.sum(mixed, 0)
-        alike = tl.sum(alike_before, 0)
-        place = tl.where(
-            these != 0,
-            tl.sum(mixed_before, 0) + tl.cumsum(these, 0) - these,
-            all_mixed + alike + tl.cumsum(others, 0) - others,
-        )
-        tl.store(LIVE + 2 + place, first // TILE + tl.arange(0, PART // TILE), mask=(these | others) != 0)
-        count = all_mixed + alike + tl.sum(others, 0)
+        kept = (n < N) & (b != float("-inf"))
+        alive = tl.max(kept.to(tl.int32).reshape([PART // TILE, TILE]), 1)
+        count = tl.sum(before, 0)
+        place = count + tl.cumsum(alive, 0) - alive
+        tl.store(LIVE + 1 + place, first // TILE + tl.arange(0, PART // TILE), mask=alive != 0)
+        count += tl.sum(alive, 0)
         if first + PART >= NP:
-            tl.store(LIVE + 2, 0, mask=count == 0)
+            tl.store(LIVE + 1, 0, mask=count == 0)
             tl.store(LIVE, tl.maximum(count, 1))
-            tl.store(LIVE + 1, tl.where(count == 0, 1, all_mixed))
 
 
 @triton.jit
@@ -116,7 +93,7 @@ def prepare(
     device = attn_mask.device
     bias = empty((*rows, length), torch.float32, device)
     anchor = empty((*rows, 2), torch.float32, device)
-    live = empty((*rows, 2 + length // config.block_n), torch.int32, device) if config.gluon else None
+    live = empty((*rows, 1 + length // config.block_n), torch.int32, device) if config.gluon else None
     is_bool = attn_mask.dtype == torch.bool
     launch(
         _prepare_bias, (triton.cdiv(length, BIAS_PART), rows[0] * rows[1]),

@@ -13,8 +13,7 @@ class Config(NamedTuple):
     """Query rows of a program, keys of a step.
 
     gluon: the kernel of hopper.py, with four key scales a step, and a warpgroup for every 64 query rows.
-    as_float: scores become floats by a number added to them, 1: that their product starts from, 2: to each; 0: by a
-    conversion, for which there are fewer units.
+    as_float: 1 where it saves the conversion of scores (see hopper_ring.Traits).
     polynomial: 2 or 4 where one exponential in so many is a polynomial; 0: none.
     turns: 1 where its warpgroups start their matrix products in turns.
     """

@@ -53,10 +53,9 @@ def _attention(
     tiles = k_tiles
     masked = 1
     if T.HAS_BIAS:
-        LIVE += bias_row * (k_tiles + 2)
+        LIVE += bias_row * (k_tiles + 1)
         ANCHOR += bias_row * 2
         tiles = gl.load(LIVE)
-        masked = gl.load(LIVE + 1)
     if T.CAUSAL:
         tiles = gl.cdiv(gl.minimum(N, (block + 1) * ROWS), T.BN)
         masked = tiles - gl.minimum(block * ROWS, N) // T.BN
@@ -132,7 +131,7 @@ def traits(
         BM=_ROWS, BN=config.block_n, D=padded, HEAD_DIM=head_dim, COLUMNS=columns, REST=rest,
         STAGES=config.num_stages, CONSUMERS=config.block_m // _ROWS,
         Q_REGISTERS=padded <= 128 and config.block_m * min(config.block_n, 96) < 256 * _ROWS,
-        AS_FLOAT=0 if high else config.as_float,
+        AS_FLOAT=config.as_float > 0 and not (high or has_bias),
         HAS_BIAS=has_bias, HAS_LSE=has_lse, CAUSAL=causal, TAIL=tail, HIGH=high, FP8=fp8,
         # It ends at 2^-126 and loses NaN: that of a key shows in those that share its scale.
         POLYNOMIAL=0 if has_bias or high else config.polynomial, TURNS=config.turns > 0 and config.block_m > _ROWS,

@@ -26,27 +26,11 @@ def _scores(q, k, S: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.con
     return warpgroup_mma(q, k.reshape([BN, D]).permute((1, 0)), added, use_acc=ADDED != 0, is_async=True)
 
 
-@gluon.constexpr_function
-def _as_float(T, ONLINE, BIAS):
-    """How scores become floats, as in Config: beside a bias of each key 16 bits convert, in the fewest operations.
-
-    With a bias e4m3 adds to each score: ptxas puts the moves of a product's start behind the wait for keys there.
-    """
-    way = 0 if ONLINE or (BIAS == 2 and not T.FP8) else T.AS_FLOAT
-    return 2 if way > 0 and T.FP8 and T.HAS_BIAS else way
-
-
 @gluon.jit
-def _started(q, k, by_key, T: gl.constexpr, ONLINE: gl.constexpr):
-    """_scores(), as _softmax takes them; by_key: whether that will be with a bias of each key, not with one for all."""
-    S: gl.constexpr = _accumulator(T.BN, 8)
-    ADDED: gl.constexpr = _AS_FLOAT_BITS if _as_float(T, ONLINE, 0) == 1 else 0
-    if ADDED != 0 and T.HAS_BIAS:
-        added = gl.full([T.BM, T.BN], ADDED, gl.int32, layout=S)
-        s = warpgroup_mma(q, k.reshape([T.BN, T.D]).permute((1, 0)), added, use_acc=by_key == 0, is_async=True)
-    else:
-        s = _scores(q, k, S, T.BM, T.BN, T.D, ADDED)
-    return s
+def _started(q, k, T: gl.constexpr, ONLINE: gl.constexpr):
+    """_scores(), as _softmax takes them: with _AS_FLOAT_BITS added if T.AS_FLOAT and they are bounded."""
+    ADDED: gl.constexpr = _AS_FLOAT_BITS if T.AS_FLOAT and not ONLINE else 0
+    return _scores(q, k, _accumulator(T.BN, 8), T.BM, T.BN, T.D, ADDED)
 
 
 @gluon.jit
@@ -96,33 +80,28 @@ def _exp2(x, T: gl.constexpr):
 
 
 @gluon.jit
-def _of_keys(q_scale, k_scale, bias, T: gl.constexpr, BIAS: gl.constexpr):
-    """What the scores of a tile are multiplied by, and its bias, for what each thread holds of them.
+def _of_keys(q_scale, k_scale, bias, T: gl.constexpr):
+    """What the scores of a tile are multiplied by, and its bias (0 without one), for what each thread holds of them.
 
-    The scale is that of rows and keys [BM, 4], or, if HIGH, of keys [1, BN / 8, 4, 2]; so is the bias, of the first
-    keys for all (BIAS 1) or of each key (BIAS 2); BIAS 0: 0.
+    The scale is that of rows and keys [BM, 4], or, if HIGH, of keys [1, BN / 8, 4, 2], as the bias.
     """
     S: gl.constexpr = _accumulator(T.BN, 8)
     E: gl.constexpr = gl.full([T.BM, T.BN], 0, gl.int32, layout=S).reshape([T.BM, T.BN // 8, 4, 2]).type.layout
     G: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, E))
-    row = gl.expand_dims(gl.convert_layout(q_scale, gl.SliceLayout(1, G)), 1)
     if T.HIGH:
         scale = _by_key(k_scale, S, E, T.BN)
     else:
-        scale = row * gl.expand_dims(k_scale.slice(0, 4).load(gl.SliceLayout(0, G)), 0)
+        scale = gl.expand_dims(gl.convert_layout(q_scale, gl.SliceLayout(1, G)), 1) * gl.expand_dims(
+            k_scale.slice(0, 4).load(gl.SliceLayout(0, G)), 0
+        )
     added = 0.0
-    if BIAS == 1:
-        _row, added = gl.broadcast(row, gl.expand_dims(bias.slice(0, 4).load(gl.SliceLayout(0, G)), 0))
-    elif BIAS == 2:
+    if T.HAS_BIAS:
         added = _by_key(bias, S, E, T.BN)
     return scale, added
 
 
 @gluon.jit
-def _softmax(
-    s, q_scale, of_keys, rows, col, N, top,
-    T: gl.constexpr, MASKED: gl.constexpr, ONLINE: gl.constexpr, BIAS: gl.constexpr,
-):  # fmt: skip
+def _softmax(s, q_scale, of_keys, rows, col, N, top, T: gl.constexpr, MASKED: gl.constexpr, ONLINE: gl.constexpr):
     """One tile in log2 units: weights [BM, BN / 8, 4, 2], their sums by thread [BM, 4], row maximum, decay.
 
     Keys {8j + 2t, 8j + 2t + 1} of a tile are what one thread holds; unless HIGH they share a scale.
@@ -132,26 +111,17 @@ def _softmax(
     S: gl.constexpr = s.type.layout
     s4 = s.reshape([BM, BN // 8, 4, 2])
     E: gl.constexpr = s4.type.layout
-    AS_FLOAT: gl.constexpr = _as_float(T, ONLINE, BIAS)
     scale, bias = of_keys
     if T.HIGH:
         x = s4.to(gl.float32) * scale * _by_row(q_scale, E)
-    elif AS_FLOAT > 0:
-        if AS_FLOAT == 2:
-            s4 += _AS_FLOAT_BITS
-        # In one operation, which rounds to 2^-8 (log2) or finer where scores are bounded.
-        less = scale * _AS_FLOAT + top if T.FP8 else scale * _AS_FLOAT
-        if BIAS == 1:
-            less -= bias
-        if BIAS == 2:
-            x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E) + (bias - _by_row(less, E))
-        else:
-            x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E) - _by_row(less, E)
     else:
-        x = s4.to(gl.float32) * _by_row(scale, E)
-    if BIAS == 1 and AS_FLOAT == 0:
-        x += _by_row(bias, E)
-    elif BIAS == 2 and AS_FLOAT == 0:
+        if T.AS_FLOAT and not ONLINE:
+            # In one operation, which rounds to 2^-8 (log2) or finer where scores are bounded.
+            less = scale * _AS_FLOAT + top if T.FP8 else scale * _AS_FLOAT
+            x = s4.to(gl.float32, bitcast=True) * _by_row(scale, E) - _by_row(less, E)
+        else:
+            x = s4.to(gl.float32) * _by_row(scale, E)
+    if T.HAS_BIAS:
         x += bias
     if MASKED:
         n = gl.expand_dims(col + gl.arange(0, BN, layout=gl.SliceLayout(0, S)), 0)
@@ -162,7 +132,7 @@ def _softmax(
         x = gl.convert_layout(kept.reshape([BM, BN // 8, 4, 2]), E)
     decay = top
     if ONLINE:
-        if BIAS > 0 or MASKED or T.HIGH:
+        if T.HAS_BIAS or MASKED or T.HIGH:
             peak = gl.max(gl.max(gl.max(x, 3), 1), 1)
         else:
             # The scale is not negative: the order of the int8 scores is the order of the scores.
@@ -172,7 +142,7 @@ def _softmax(
         new_top = gl.maximum(top, gl.ceil(peak - _E4M3_TOP) if T.FP8 else peak)
         decay = gl.exp2(top - new_top)
         top = new_top
-    if ONLINE or (T.FP8 and AS_FLOAT == 0):
+    if ONLINE or (T.FP8 and not T.AS_FLOAT):
         x -= _by_row(top, E)
     if T.POLYNOMIAL > 0 and not ONLINE and not MASKED:
         p = _exp2(x, T)

@@ -17,8 +17,8 @@ class Traits(NamedTuple):
 
     BM, BN: query rows of a warpgroup, keys of a step.  D: channels of query and key, HEAD_DIM: those of the output, as
     COLUMNS + REST.  STAGES: slots of the ring.  CONSUMERS: warpgroups.
-    Q_REGISTERS: whether the query is held there.  AS_FLOAT, POLYNOMIAL: as in Config, of bounded scores.
-    HIGH: a scale for each key.  FP8: P @ V in e4m3.
+    Q_REGISTERS: whether the query is held there.  AS_FLOAT: whether bounded scores are made floats of by what their
+    product starts from.  HIGH: a scale for each key.  FP8: P @ V in e4m3.  POLYNOMIAL: as in Config, of bounded scores.
     TURNS: whether warpgroups start their products one after the other, so that the softmax of each runs under the
     products of the others; left alone all wait for their scores together, and then do exponentials together.
     """
@@ -32,7 +32,7 @@ class Traits(NamedTuple):
     STAGES: int
     CONSUMERS: int
     Q_REGISTERS: bool
-    AS_FLOAT: int
+    AS_FLOAT: bool
     HAS_BIAS: bool
     HAS_LSE: bool
     CAUSAL: bool
@@ -47,7 +47,7 @@ class Traits(NamedTuple):
 def _tile_of(j, tiles, LIVE, HAS_BIAS: gl.constexpr):
     """Key tile of step j: the j-th one that is not masked altogether, or from the last to the first."""
     if HAS_BIAS:
-        tile = gl.load(LIVE + 2 + j)
+        tile = gl.load(LIVE + 1 + j)
     else:
         tile = tiles - 1 - j
     return tile

@@ -26,39 +26,30 @@ def _step(
     mbarrier.wait(full.index(slot), phase)
     if T.TURNS:
         mbarrier.wait(turn.index(GROUP), (j & 1) if GROUP == 0 else (j & 1) ^ 1)  # the first turn is free
-    s = _started(q, k_s.index(slot), j < masked, T, ONLINE)
-    acc, rest = _added(acc, rest, packed, decay, v_s.index(slot), rest_s.index(slot), T, P)
+    s = _started(q, k_s.index(slot), T, ONLINE)
+    acc, rest = _added(acc, rest, packed, decay, v_s.index(slot), rest_s.index(slot), T, P, ONLINE)
     if T.TURNS:
         mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
-    # A bias of each key only where keys of a tile differ in it (in the first tiles).
-    BY_TILE: gl.constexpr = T.HAS_BIAS and not ONLINE
-    BIAS: gl.constexpr = 1 if BY_TILE else 2 if T.HAS_BIAS else 0
     # Under the products where registers are left for it, so that the softmax need not wait for it.
     EARLY: gl.constexpr = T.FP8 and not T.HIGH
     if EARLY:
-        of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T, BIAS)
+        of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T)
     s = warpgroup_mma_wait(1 + SPLIT, deps=[s])
     if not EARLY:
-        of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T, BIAS)
+        of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T)
     col = (tiles - 1 - j) * T.BN
     # Where BN is a program's query rows, the diagonal crosses the first tile only; _attend has done that one.
     if T.CAUSAL and T.CONSUMERS * T.BM != T.BN:
         if j < masked:
-            p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, True, ONLINE, BIAS)
+            p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, True, ONLINE)
         else:
-            p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, False, ONLINE, BIAS)
-    elif BY_TILE:
-        if j < masked:
-            each = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T, 2)
-            p, part, top, decay = _softmax(s, q_scale, each, rows, col, N, top, T, False, ONLINE, 2)
-        else:
-            p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, False, ONLINE, 1)
+            p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, False, ONLINE)
     else:
-        p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, False, ONLINE, BIAS)
+        p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, False, ONLINE)
     # ptxas would hoist the wait for P @ V above the exponentials, were there nothing between them.
     if BY_NEED:
         low, high, total, top, decay = _lowered(p, part, total, top, False, T)
-    elif T.HAS_LSE or T.HAS_BIAS:
+    elif T.HAS_LSE and not T.HAS_BIAS:
         _gap(part, M)
     elif M < 0:
         gl.store(SINK + gl.arange(0, T.BM, layout=gl.SliceLayout(1, part.type.layout)), gl.max(part, 1))  # never
@@ -79,22 +70,28 @@ def _step(
         total *= _by_group(decay, E)
     if not BY_NEED:
         total += part
-    # 16 bits decay here: left to the next step, that moved the bounded loop's wait ahead of its moves, for 3 %.
-    if ONLINE and not T.FP8:
+    if ONLINE and not _decays_late(T, ONLINE):
         acc = _decayed(acc, decay, T)
         if SPLIT:
             rest = _decayed(rest, decay, T)
     return acc, rest, packed, decay, total, top
 
 
+@gluon.constexpr_function
+def _decays_late(T, ONLINE):
+    """Whether P @ V decays under the next scores: ptxas then orders the loop with a bias 3 % better, that without worse."""
+    return T.FP8 or (ONLINE and T.HAS_BIAS)
+
+
 @gluon.jit
-def _added(acc, rest, packed, decay, v, v_rest, T: gl.constexpr, P: gl.constexpr):
-    """acc, and rest where there is one, plus P @ V, started; in e4m3 times decay, which 16 bits have done by then."""
-    if T.FP8:
+def _added(acc, rest, packed, decay, v, v_rest, T: gl.constexpr, P: gl.constexpr, ONLINE: gl.constexpr):
+    """acc, and rest where there is one, plus P @ V, started; times decay first unless they have been."""
+    LATE: gl.constexpr = _decays_late(T, ONLINE)
+    if LATE:
         acc = _decayed(acc, decay, T)
     acc = _product(packed, v, acc, P, T.BM, T.BN)
     if T.REST > 0:
-        if T.FP8:
+        if LATE:
             rest = _decayed(rest, decay, T)
         rest = _product(packed, v_rest, rest, P, T.BM, T.BN)
     return acc, rest
@@ -117,12 +114,12 @@ def _attend(given, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr):
     rest = 0
     if T.REST > 0:
         rest = gl.full([T.BM, T.REST], 0.0, gl.float32, layout=_accumulator(T.REST, BITS))
-    BIAS: gl.constexpr = 2 if T.HAS_BIAS else 0
-    MASKED: gl.constexpr = T.CAUSAL or T.TAIL
     mbarrier.wait(full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=[_started(q, k_s.index(0), 1, T, ONLINE)])
-    of_keys = _of_keys(q_scale, scale_s.index(0), bias_s.index(0), T, BIAS)
-    p, total, top, decay = _softmax(s, q_scale, of_keys, rows, (tiles - 1) * T.BN, N, top, T, MASKED, ONLINE, BIAS)
+    s = warpgroup_mma_wait(0, deps=[_started(q, k_s.index(0), T, ONLINE)])
+    of_keys = _of_keys(q_scale, scale_s.index(0), bias_s.index(0), T)
+    p, total, top, decay = _softmax(
+        s, q_scale, of_keys, rows, (tiles - 1) * T.BN, N, top, T, T.CAUSAL or T.TAIL, ONLINE
+    )
     # Nothing is in flight, but the slot must not be given back before p is made.
     p = warpgroup_mma_wait(0, deps=[p])
     mbarrier.arrive(empty.index(0), count=1)
@@ -142,7 +139,7 @@ def _attend(given, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr):
             slot = 0
             phase ^= 1
     mbarrier.wait(full.index(slot), phase)
-    acc, rest = _added(acc, rest, packed, decay, v_s.index(slot), rest_s.index(slot), T, P)
+    acc, rest = _added(acc, rest, packed, decay, v_s.index(slot), rest_s.index(slot), T, P, ONLINE)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if T.REST > 0:
         rest = warpgroup_mma_wait(0, deps=[rest])

@@ -53,8 +53,7 @@ class Quantized(NamedTuple):
     anchor: float32 [Bm, Hm, 2]: what was subtracted from the bias (natural log), and 0 where it absorbs every score
     in float32, else 1; or None.  lse_term: float32 [B, H, Lq], scale * query . shift (natural log); or None.
     With config.gluon also key_norm: float32 [B, Hkv, N / block_n], largest norm of a key of the tile; and, with a bias,
-    live: int32 [Bm, Hm, 2 + N / block_n], how many tiles have a key that is not masked (at least 1), in how many of
-    these keys differ in their bias, and which they are, those first.
+    live: int32 [Bm, Hm, 1 + N / block_n], how many tiles have a key that is not masked (at least 1), and which.
     kv_len: Lk.
     """
 
