@@ -16,6 +16,7 @@ import sys
 import torch
 import torch.nn.functional as F
 import triton
+from records import the_gpu
 
 from sdpa_router.kernels.int8_attention.configs import Config
 from sdpa_router.kernels.int8_attention.forward import attention
@@ -95,8 +96,9 @@ def sweep(head_dim: int, out_file) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64, 256], choices=list(SHAPES))
-    parser.add_argument("--out", type=argparse.FileType("a"))
+    parser.add_argument("--out", type=argparse.FileType("a"), help="append lines there")
     arguments = parser.parse_args()
+    the_gpu(parser)
     torch.manual_seed(0)
     for head_dim in arguments.head_dims:
         sweep(head_dim, arguments.out)

@@ -18,7 +18,7 @@ import torch
 from accuracy import Check, check, choose_sample, reference
 from cases import CASES, MASKS, Problem, draw
 from impls import IMPLS
-from records import RESULTS, Invocation, commit_here
+from records import RESULTS, Invocation, commit_here, the_gpu
 from timing import Effort, Run, interleaved
 
 from sdpa_router.kernels.int8_attention import hopper
@@ -154,7 +154,7 @@ def main() -> int:
     parser.add_argument("--commit", default=None)
     parser.add_argument("--out", type=Path, default=RESULTS / "hopper_variants.jsonl")
     options = parser.parse_args()
-    invocation = Invocation(torch.device("cuda"), options.out, options.commit or commit_here())
+    invocation = Invocation(the_gpu(parser), options.out, options.commit or commit_here())
     with torch.no_grad():
         if options.figures:
             for name, mask, options.variants, options.impls in FIGURES:

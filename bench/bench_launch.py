@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from records import RESULTS, Invocation, commit_here
+from records import RESULTS, Invocation, commit_here, the_gpu
 
 import sdpa_router
 from sdpa_router import int8_attention
@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--commit", default=None, help="recorded where this is no git checkout")
     parser.add_argument("--out", type=Path, default=RESULTS / "launch.jsonl")
     options = parser.parse_args()
-    invocation = Invocation(torch.device("cuda"), options.out, options.commit or commit_here())
+    invocation = Invocation(the_gpu(parser), options.out, options.commit or commit_here())
     torch.manual_seed(0)
     calls: dict[tuple[str, str], Callable[[], object]] = {}
     for head_dim, masked in itertools.product((64, 128), (False, True)):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from bench_quantise import in_turn
-from records import RESULTS, Invocation, commit_here, table
+from records import RESULTS, Invocation, chosen, commit_here, table
 from timing import Effort, interleaved
 
 from sdpa_router.kernels.int8_attention import linear
@@ -143,7 +143,9 @@ def main() -> int:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     invocation = Invocation(device, arguments.out, arguments.commit or commit_here())
-    names = [n for n in LAYERS if "smoke" not in n] if arguments.cases == "all" else arguments.cases.split(",")
+    names = (
+        [n for n in LAYERS if "smoke" not in n] if arguments.cases == "all" else chosen(parser, arguments.cases, LAYERS)
+    )
     rows, failed = [], 0
     for name in names:
         try:

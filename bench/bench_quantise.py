@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from bench_quantise_stage import kernel_times
-from records import RESULTS, Invocation, commit_here, table
+from records import RESULTS, Invocation, chosen, commit_here, table
 from timing import Effort, Run, captured, interleaved
 
 from sdpa_router.kernels.int8_attention import fused_tiles as launcher
@@ -307,8 +307,8 @@ def main() -> int:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     invocation = Invocation(device, arguments.out, arguments.commit or commit_here())
-    names = [n for n in CASES if n != "smoke"] if arguments.cases == "all" else arguments.cases.split(",")
-    tiles = list(TILES) if arguments.tiles == "all" else arguments.tiles.split(";")
+    names = [n for n in CASES if n != "smoke"] if arguments.cases == "all" else chosen(parser, arguments.cases, CASES)
+    tiles = list(TILES) if arguments.tiles == "all" else chosen(parser, arguments.tiles, TILES, ";")
     rows, failed = [], 0
     for name, tile in itertools.product(names, tiles):
         try:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from records import RESULTS, Invocation, commit_here
+from records import RESULTS, Invocation, commit_here, the_gpu
 
 from sdpa_router.kernels.int8_attention import quantize as stage
 from sdpa_router.kernels.int8_attention.configs import Config, hopper_config, padded_head_dim
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "quantise_stage.jsonl")
     options = parser.parse_args()
     heads, q_len, kv_len, head_dim = map(int, options.shape.split(","))
-    invocation = Invocation(torch.device("cuda"), options.out, options.commit or commit_here())
+    invocation = Invocation(the_gpu(parser), options.out, options.commit or commit_here())
     torch.manual_seed(0)
     query, key = (torch.randn(1, heads, n, head_dim, device="cuda", dtype=torch.bfloat16) for n in (q_len, kv_len))
     fade = torch.linspace(0, -9, kv_len, device="cuda").view(1, 1, 1, -1)

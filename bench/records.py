@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import secrets
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -44,6 +45,22 @@ class Invocation:
         with self.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         return line
+
+
+def the_gpu(parser: argparse.ArgumentParser) -> torch.device:
+    """The device of a benchmark that runs on no other; where there is none the program ends and says so."""
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU that torch can use; torch.cuda.is_available() is False")
+    return torch.device("cuda")
+
+
+def chosen(parser: argparse.ArgumentParser, text: str, known: Iterable[str], separator: str = ",") -> list[str]:
+    """The names in `text`; of one that is not known the program ends and says which are."""
+    names = text.split(separator)
+    for name in names:
+        if name not in known:
+            parser.error(f"unknown name {name!r}; accepted: all, {', '.join(known)}")
+    return names
 
 
 def _now() -> datetime:

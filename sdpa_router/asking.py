@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 
@@ -11,7 +10,7 @@ import torch
 from . import run
 from .backends.base import find_backend
 from .call import Call
-from .choose import choose, failure
+from .choose import attach, choose, failure
 from .decision import Code, Decision, Reason, UnsupportedError
 from .mask_summary import full_view, summarised
 from .record import known, logger, sight
@@ -37,28 +36,28 @@ def ask(sighting: Sighting, attention: run.Attention, call: Call) -> torch.Tenso
             gone = Reason(Code.PACKAGE, f"no backend {name!r}", "one that is registered")
             sighting = _without(sighting, call, (gone,))
             continue
+        sighting.tick()  # before it runs: when all is judged anew meanwhile, later ticks are lost
         try:
             reasons = tuple(backend.reasons_now(call)) if backend.reasons_now is not None else ()
-            if reasons:
-                sighting = _without(sighting, call, reasons)
-                continue
-            if sighting.decision.mask.tiles is not None:
+            if not reasons and sighting.decision.mask.tiles is not None:
                 out = _answer_by_tile(call)
-            else:
+            elif not reasons:
                 out = run.backend(backend, call, sighting.settings, attention, sighting)
         except Exception as error:
             if sighting.settings.on_error == "raise":
-                sighting.tick()
                 attach(error, sighting.decision)
                 raise
+            sighting.untick()
             passes = isinstance(error, _PASSES)
             sighting.asked_again = time.monotonic() + _PAUSE_S if passes else math.inf
             instead = _without(sighting, call, (failure(error),), passes=passes)
             sighting.instead = instead
             sighting = instead
             continue
-        sighting.tick()
-        return out
+        if not reasons:
+            return out
+        sighting.untick()
+        sighting = _without(sighting, call, reasons)
     sighting.tick()
     if sighting.settings.on_unsupported == "raise" and sighting.decision.reasons:
         raise UnsupportedError(sighting.decision)
@@ -72,9 +71,11 @@ def _without(sighting: Sighting, call: Call, reasons: tuple[Reason, ...], *, pas
     key = ("without", sighting, tuple(reason.code for reason in reasons), passes)
     made = known.get(key)
     if made is None:
-        made = sight(key, call, choose(call, sighting.settings, refused), sighting.settings)
+        decision = choose(call, sighting.settings, refused)
+        made = sight(key, call, decision, sighting.settings)
         made.refused = refused
-        log_failures(made.decision, sighting.decision)
+        if made.decision is decision:  # else another thread was first
+            log_failures(decision, sighting.decision)
     return made
 
 
@@ -89,14 +90,6 @@ def log_failures(decision: Decision, before: Decision | None = None) -> None:
 
 def _failed(reasons: tuple[Reason, ...]) -> list[Reason]:
     return [reason for reason in reasons if reason.code is Code.BACKEND_FAILED]
-
-
-def attach(error: Exception, decision: Decision) -> None:
-    """Let the error of a backend tell which decision led there, as `.decision` and as a note."""
-    with contextlib.suppress(Exception):  # a frozen dataclass takes neither, and is to surface all the same
-        error.decision = decision  # type: ignore[attr-defined]
-        notes = getattr(error, "__notes__", [])
-        error.__notes__ = [*notes, f"sdpa_router chose {decision}"]  # type: ignore[attr-defined]
 
 
 def _answer_by_tile(call: Call) -> torch.Tensor:

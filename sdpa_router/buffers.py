@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,11 +36,19 @@ def check_buffer(name: str, buffer: torch.Tensor, query: torch.Tensor, shape: to
         raise ValueError(f"{name} is a tensor that requires a gradient; accepted: one that requires none")
 
 
-def check_memory(call: Call, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
-    """Raise ValueError if a buffer shares memory with an argument or with the other one; not while tracing."""
+def check_memory(
+    call: Call,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    more: Mapping[str, torch.Tensor | None] | None = None,
+) -> None:
+    """Raise ValueError if a buffer shares memory with an argument, with one of `more` or with the other buffer.
+
+    Not while tracing.
+    """
     if torch.compiler.is_compiling() or isinstance(call.query, FakeTensor):
         return
-    arguments = {"query": call.query, "key": call.key, "value": call.value, "attn_mask": call.attn_mask}
+    arguments = {"query": call.query, "key": call.key, "value": call.value, "attn_mask": call.attn_mask, **(more or {})}
     for name, buffer, others in (("out", out, {**arguments, "lse": lse}), ("lse", lse, arguments)):
         for other, tensor in others.items():
             if buffer is not None and tensor is not None and _share_memory(buffer, tensor):

@@ -5,6 +5,7 @@ Not traced by torch.compile: the operator in run.py asks here when it runs, with
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -12,11 +13,11 @@ from .backends.base import TORCH, Backend, candidates, find_backend, said
 from .call import Call, is_regular, mask_info
 from .cost_files import table_for
 from .costs import Size, Table, fastest
-from .decide import decide, mask_cast_note, not_wanted, short
+from .decide import decide, not_wanted, notes_of, short
 from .decision import Code, Decision, MaskKind, Reason, Route
 from .settings import FASTEST, Settings
 
-__all__ = ["choose", "failure"]
+__all__ = ["attach", "choose", "failure"]
 
 Refused = Mapping[str, tuple[Reason, ...]]
 Verdicts = dict[str, tuple[Reason, ...]]
@@ -35,14 +36,19 @@ def choose(call: Call, settings: Settings, refused: Refused | None = None) -> De
     table = table_for(call.query.device) if by_cost and is_regular(call) else None
     verdicts: Verdicts = {}
     for name in names:
-        reasons = unwanted + _against(name, call, settings, table) + (refused or {}).get(name, ())
+        try:
+            reasons = unwanted + _against(name, call, settings, table) + (refused or {}).get(name, ())
+        except Exception as error:
+            verdicts[name] = (*unwanted, failure(error))
+            attach(error, _decision(call, TORCH, verdicts), "decided so far:")
+            raise
         verdicts[name] = reasons
         if settings.backends != FASTEST and not reasons:
-            return _decision(call, name, verdicts)
+            return _decision(call, settings, name, verdicts)
     if settings.backends != FASTEST:
-        return _decision(call, TORCH, verdicts)
+        return _decision(call, settings, TORCH, verdicts)
     choice = _fastest(call, settings, verdicts, table)
-    return _decision(call, choice.name, verdicts, choice.estimates)
+    return _decision(call, settings, choice.name, verdicts, choice.estimates)
 
 
 def size_of(call: Call) -> Size:
@@ -76,7 +82,7 @@ def _against(name: str, call: Call, settings: Settings, table: Table | None) -> 
     if settings.max_error is not None:
         error = _error_class(backend, table)
         if error is None or error > settings.max_error:
-            given = "not known" if error is None else round(error, 4)
+            given = "not known" if error is None else f"{error:.4g}"
             reasons += (Reason(Code.ERROR_CLASS, given, f"at most {settings.max_error}"),)
     return reasons
 
@@ -84,6 +90,14 @@ def _against(name: str, call: Call, settings: Settings, table: Table | None) -> 
 def failure(error: Exception) -> Reason:
     """Return the reason that a backend raised `error`."""
     return Reason(Code.BACKEND_FAILED, said(error), "an answer")
+
+
+def attach(error: Exception, decision: Decision, how: str = "chose") -> None:
+    """Let the error of a backend tell which decision led there, as `.decision` and as a note."""
+    with contextlib.suppress(Exception):  # a frozen dataclass takes neither, and is to surface all the same
+        error.decision = decision  # type: ignore[attr-defined]
+        notes = getattr(error, "__notes__", [])
+        error.__notes__ = [*notes, f"sdpa_router {how} {decision}"]  # type: ignore[attr-defined]
 
 
 def _error_class(backend: Backend, table: Table | None) -> float | None:
@@ -135,10 +149,12 @@ def _ms(value: float) -> str:
     return f"{value:.3g} ms"
 
 
-def _decision(call: Call, name: str, verdicts: Verdicts, estimates: tuple[tuple[str, float], ...] = ()) -> Decision:
+def _decision(
+    call: Call, settings: Settings, name: str, verdicts: Verdicts, estimates: tuple[tuple[str, float], ...] = ()
+) -> Decision:
     passed = tuple((other, reasons) for other, reasons in verdicts.items() if other != name)
     reasons = tuple(reason for _, others in passed for reason in others)
     route = {"int8": Route.INT8, TORCH: Route.SDPA}.get(name, Route.PEER)
-    notes = mask_cast_note(call) if route is Route.SDPA else ()
+    notes = notes_of(route, call, settings)
     peer = name if route is Route.PEER else None
     return Decision(route, mask_info(call), reasons, notes, peer, passed, estimates)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -31,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     if sys.stdout is None:  # closed by the shell: nobody reads
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # of an encoding that lacks the characters of a table or a name
+        sys.stdout.reconfigure(errors="replace")
+    usual, warnings.formatwarning = warnings.formatwarning, _formatted
     try:
         try:
             arguments = _parser().parse_args(argv)
@@ -44,6 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         print(f"sdpa-router: can't write: {error}", file=sys.stderr)
         return 2
+    finally:
+        warnings.formatwarning = usual
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning of ours as one line like the complaints, and others with what says whose they are."""
+    if Path(filename).is_relative_to(Path(__file__).parent):
+        return f"sdpa-router: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def _drop_output() -> None:
@@ -144,10 +160,9 @@ def _new_file(text: str) -> Path:
 
 
 def _file(text: str) -> Path:
-    path = Path(text)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"given {text!r}, accepted: a file that exists")
-    return path
+    if not os.path.isfile(text) or not os.access(text, os.R_OK):
+        raise argparse.ArgumentTypeError(f"given {text!r}, accepted: a file that exists and can be read")
+    return Path(text)
 
 
 def _new_picture(text: str) -> Path:

@@ -14,7 +14,8 @@ def info(arguments: argparse.Namespace) -> int:
     """Print versions, GPUs, what works here and who patched SDPA."""
     from sdpa_router.info import environment
 
-    found = environment()
+    with contextlib.redirect_stdout(sys.stderr):  # what packages say when they are imported is no part of the answer
+        found = environment()
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0

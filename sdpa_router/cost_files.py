@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 
 from .costs import FORMAT, MASKS, Point, Size, Table
+
+logger = logging.getLogger("sdpa_router.costs")
 
 _SHIPPED = {"NVIDIA H200": Path(__file__).with_name("costs_nvidia_h200.json")}
 _PACKAGES = ("torch", "triton", "sdpa-router", "comfy-kitchen", "sageattention", "fa3-fwd")
@@ -153,7 +156,11 @@ def _tuned(index: int) -> Table | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        warnings.warn(f"the cost table {path} is ignored, `sdpa-router tune` rewrites it: {error}", stacklevel=2)
+        complaint = f"the cost table {path} is ignored, `sdpa-router tune` rewrites it: {error}"
+        try:
+            warnings.warn(complaint, stacklevel=2)
+        except Warning:  # warnings are errors here, which no attention call is to raise
+            logger.warning("%s", complaint)
         return None
 
 

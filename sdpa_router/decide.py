@@ -15,6 +15,7 @@ from .backends.base import BackendLimits
 from .call import PLAIN_TYPES, Call, is_plain, is_regular, kind_of, mask_info, needs_mask_cast, plain, tensors_of
 from .cost_files import tuned_table
 from .decision import Code, Decision, MaskKind, Reason, Route
+from .kernels.int8_attention.configs import why_portable_by_metadata
 from .kernels.int8_attention.limits import LIMITS, Crossover, crossover, fp8_unavailable, unavailable
 from .settings import FASTEST, Settings, skips, traced_as_constant
 
@@ -39,8 +40,8 @@ _AUTOCAST_DEVICES = ("cuda", "cpu")
 def decide(call: Call, settings: Settings) -> Decision:
     """Say who answers `call`, with every reason against the int8 route; no reason means int8."""
     reasons = tuple(reasons_against(call, settings))
-    notes = mask_cast_note(call) if reasons else ()
-    return Decision(Route.SDPA if reasons else Route.INT8, mask_info(call), reasons, notes)
+    route = Route.SDPA if reasons else Route.INT8
+    return Decision(route, mask_info(call), reasons, notes_of(route, call, settings))
 
 
 def decide_kernel(call: Call, pv: str, precision: str) -> Decision:
@@ -217,6 +218,19 @@ def short(call: Call, settings: Settings) -> Iterator[Reason]:
 def mask_cast_note(call: Call) -> tuple[Reason, ...]:
     """Return the note of a decision for torch about a mask that must be cast, or none."""
     return (Reason(Code.MASK_CAST, torch.float32, call.query.dtype),) if needs_mask_cast(call) else ()
+
+
+def notes_of(route: Route, call: Call, settings: Settings) -> tuple[Reason, ...]:
+    """Return the notes of a decision: of a mask that is cast for torch, or that not the kernel for Hopper answers.
+
+    Of values that lie at no multiple of 16 bytes, which no metadata tells, the latter does not know.
+    """
+    if route is not Route.INT8:
+        return mask_cast_note(call) if route is Route.SDPA else ()
+    if call.query.device.type != "cuda":
+        return ()
+    why = why_portable_by_metadata(call.query, call.value, settings.pv)
+    return () if why is None else (Reason(Code.PORTABLE, why, "the portable kernel"),)
 
 
 # torch.compile runs these when it traces and keeps what they return. Its guards cover the transforms.

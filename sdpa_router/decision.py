@@ -56,7 +56,7 @@ class Code(_Text):
     DEVICE = (
         "device",
         "given {given}; the kernel takes {accepted}",
-        "Move the tensors to a GPU, or set `TRITON_INTERPRET=1` to try the route on a CPU.",
+        "Move the tensors to a GPU.",
     )
     CAPABILITY = (
         "capability",
@@ -268,6 +268,11 @@ class Code(_Text):
         "the {given} mask was cast to {accepted}, because torch answers wrongly on a GPU without it",
         "Pass the mask in the query's dtype.",
     )
+    PORTABLE = (
+        "portable",
+        "{accepted} answers, because {given}",
+        "None needed; where the sentence names Triton, install one that it would take.",
+    )
     RING = (
         "ring",
         "{given}; {accepted} bytes leave it",
@@ -402,3 +407,5 @@ def show(value: object) -> str:
         return str(value)
     except ValueError:  # an int of more digits than Python prints
         return f"a huge {type(value).__name__}"
+    except Exception:  # what a registered backend gives may say anything
+        return f"a {type(value).__name__}"

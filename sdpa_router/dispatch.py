@@ -12,9 +12,9 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from . import run
-from .asking import ask, attach, log_failures
+from .asking import ask, log_failures
 from .by_tile import PATIENCE, counts_of, refine, unknown
-from .choose import choose
+from .choose import attach, choose
 from .decide import Call, mask_cast_note, needs_mask_cast
 from .decision import Code, Decision, Reason, Route, UnsupportedError
 from .kernels.int8_attention.limits import LIMITS
@@ -208,7 +208,7 @@ def _judge(call: Call, name: str, skipped: bool, signature: Hashable) -> Sightin
         settings = dataclasses.replace(settings, skip=lambda _: skipped)  # asked once a call
     decision = choose(call, settings)
     sighting = sight(signature or (name, str(decision)), call, decision, settings)
-    if not sighting.count:
+    if sighting.decision is decision:  # else it is known, or another thread was first
         log_failures(decision)
     return sighting
 

@@ -45,7 +45,8 @@ def enable(
     module its skip must be a named function of some module, not a lambda.
     fuse_qk: let diffusers' blocks (Wan, Flux, Qwen-Image, LTX) norm, rotate and quantise query and key in one pass
     where a call is routed to int8; the log says which blocks don't match, and why. They take their plain path under
-    torch.compile, and with a skip, pv="fp8" or on_error="fallback".
+    torch.compile, a trace, autocast or a TorchFunctionMode, and with a skip, pv="fp8", on_error="fallback" or a backend
+    of set_attention_backend().
     Raises TypeError for anything but a torch.nn.Module with a plain forward, ValueError for a pattern that matches
     nothing, and for a module that can't attend, such as one of linear layers, or where Python doesn't see it, as in
     TorchScript.
@@ -54,6 +55,8 @@ def enable(
     >>> enable(pipe.transformer, skip=lambda call: call.query.shape[2] != call.key.shape[2])  # no cross-attention
     """
     check_module("enable", module)
+    if not isinstance(fuse_qk, bool):
+        raise TypeError(f"fuse_qk is {fuse_qk!r}; accepted: True or False")
     settings = Settings(
         on_unsupported, min_kv, pv, precision, skip, log, backends, allow_mask_blind, max_error, on_error, by_tile
     )

@@ -50,6 +50,11 @@ def kernel_entry(function: _Function) -> _Function:
     return plainly  # type: ignore[return-value]
 
 
+def unseen_by_kernels(*tensors: torch.Tensor) -> bool:
+    """Whether something traces this call, or a tensor holds no values of its own: a kernel_entry would raise."""
+    return _tracer() is not None or any(_without_memory(tensor) is not None for tensor in tensors)
+
+
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy where memory doesn't hold its values: a view negates them, or they are known zeros."""
     if tensor._is_zerotensor():

@@ -93,11 +93,11 @@ def backends() -> dict[str, str | None]:
     with FakeTensorMode():
         sample = torch.empty(1, 1, 256, 128, dtype=torch.bfloat16, device=device)
     call, settings = Call(sample, sample, sample), Settings(min_kv=0)
-    return {name: _first(find_backend(name).reasons_against(call, settings)) for name in candidates()}
+    return {name: _all(find_backend(name).reasons_against(call, settings)) for name in candidates()}
 
 
-def _first(reasons: Iterator[Reason]) -> str | None:
-    return next((f"no, {reason.detail}" for reason in reasons), None)
+def _all(reasons: Iterator[Reason]) -> str | None:
+    return ", and ".join(f"no, {reason.detail}" for reason in reasons).replace(", and no, ", ", and ") or None
 
 
 def _costs(device: torch.device) -> str | None:

@@ -4,20 +4,24 @@ int8 values mean something only with the rows that share a scale and with the pl
 between libraries, on purpose. A layout says them, from_*() reads tensors by it, and to_*() gives tensors that the
 library's own kernel takes. Tensors are [batch, heads, length, D] (SageAttention's "HND"; a transposed view of "NHD").
 
-From a foreign layout to ours nothing is rounded, and back again the same tensors come out. From ours to a foreign one
-the scales are coarser, so rows whose scales differ inside a group must be rounded a second time: that raises ValueError
-unless requantize=True. To find out, the scales are read, which waits for the GPU.
+From a foreign layout to ours nothing is rounded, and back again the same tensors come out, but for scales of no row,
+which are 0 then. Scales that are given are at least 0. From ours to a foreign one the scales are coarser, so rows whose
+scales differ inside a group must be rounded a second time: that raises ValueError unless requantize=True. To find out,
+the scales are read, which waits for the GPU.
 
 What can't be converted, by any of these: a query and a key that went through different rotations of head_dim (a
 Hadamard-rotated key with a query that is not rotated); a bias per key, which is no part of these layouts, so pass the
 mask on; a value.
+
+Of another head_dim our query and key are padded to D = 32, 64, 128 or 256: pad the value for the library's kernel too.
 """
 
 from __future__ import annotations
 
 import torch
 
-from .qk import Groups, Layout, QuantizedQK
+from .qk import Groups, Layout, QuantizedQK, expect_type
+from .quantized import check_flag
 from .relayout import Foreign, convert, give, read
 
 __all__ = [
@@ -93,7 +97,7 @@ def to_sage_warp(quantized: QuantizedQK, *, sm90: bool = False, requantize: bool
     its kernels for Hopper, query_scale [B, H, 4 * ceil(Q / 64)], one for 16 rows; one key scale for 128 keys. The
     softmax scale is the kernel's argument sm_scale. D is 64 or 128.
     """
-    return give(quantized, SAGE_SM90_WARP if sm90 else SAGE_WARP, requantize)
+    return give(quantized, _sage_layout(sm90, SAGE_SM90_WARP, SAGE_WARP), requantize)
 
 
 def from_sage_warp(
@@ -114,7 +118,7 @@ def from_sage_warp(
     sm90: called with BLKQ=64, WARPQ=16, BLKK=128.  softmax_scale: what the kernel would get as sm_scale.
     """
     given = Foreign(query, query_scale, key, key_scale, softmax_scale)
-    layout = SAGE_SM90_WARP if sm90 else SAGE_WARP
+    layout = _sage_layout(sm90, SAGE_SM90_WARP, SAGE_WARP)
     return read(given, layout, softmax_scale, dtype, attn_mask, query_rotation, key_rotation)
 
 
@@ -126,7 +130,7 @@ def to_sage_thread(quantized: QuantizedQK, *, sm90: bool = False, requantize: bo
     [B, H, 32 * ceil(Q / 64)], rows i and i + 8 of each 16; keys as above of each 128. The softmax scale is the kernel's
     argument sm_scale. D is 64 or 128.
     """
-    return give(quantized, SAGE_SM90_THREAD if sm90 else SAGE_THREAD, requantize)
+    return give(quantized, _sage_layout(sm90, SAGE_SM90_THREAD, SAGE_THREAD), requantize)
 
 
 def from_sage_thread(
@@ -147,7 +151,7 @@ def from_sage_thread(
     sm90: called with BLKQ=64, WARPQ=16, BLKK=128, WARPK=128.
     """
     given = Foreign(query, query_scale, key, key_scale, softmax_scale)
-    layout = SAGE_SM90_THREAD if sm90 else SAGE_THREAD
+    layout = _sage_layout(sm90, SAGE_SM90_THREAD, SAGE_THREAD)
     return read(given, layout, softmax_scale, dtype, attn_mask, query_rotation, key_rotation)
 
 
@@ -159,7 +163,8 @@ def to_comfy_kitchen(quantized: QuantizedQK, *, cta_k: int = 64, requantize: boo
     key_scale [B, Hkv, 4 * ceil(K / cta_k)]: of each cta_k (64 or 128) keys, {8j + 2t, 8j + 2t + 1} share scale t. The
     softmax scale is attention_scale. Its value is int8, transposed and padded to cta_k keys, and stays its own affair.
     """
-    return give(quantized, _comfy_layout(quantized.query.shape[3], cta_k), requantize)
+    expect_type("quantized", quantized, QuantizedQK, "a QuantizedQK")
+    return give(quantized, _comfy_layout(quantized.query, cta_k), requantize)
 
 
 def from_comfy_kitchen(
@@ -184,13 +189,19 @@ def from_comfy_kitchen(
     give the one that it was made from.
     """
     given = Foreign(query, query_scale, key, key_scale, softmax_scale)
-    layout = _comfy_layout(query.shape[-1], cta_k)
+    expect_type("query", query, torch.Tensor, "a tensor")
+    layout = _comfy_layout(query, cta_k)
     return read(given, layout, softmax_scale, dtype, attn_mask, query_rotation, key_rotation, head_dim)
 
 
-def _comfy_layout(width: int, cta_k: int) -> Layout:
-    if cta_k not in (64, 128):
-        raise ValueError(f"cta_k is {cta_k}; expected 64 or 128")
-    if width == 256:
+def _sage_layout(sm90: bool, hopper: Layout, others: Layout) -> Layout:
+    check_flag("sm90", sm90)
+    return hopper if sm90 else others
+
+
+def _comfy_layout(query: torch.Tensor, cta_k: int) -> Layout:
+    if type(cta_k) is not int or cta_k not in (64, 128):
+        raise ValueError(f"cta_k is {cta_k!r}; expected 64 or 128")
+    if query.shape[-1:] == (256,):
         return COMFY_KITCHEN_D256_64 if cta_k == 64 else COMFY_KITCHEN_D256_128
     return COMFY_KITCHEN_64 if cta_k == 64 else COMFY_KITCHEN_128

@@ -13,6 +13,8 @@ from .kernels.int8_attention.limits import LIMITS
 from .mask import key_view
 from .qk import Groups, Layout, Prepared, QuantizedQK, expect, expect_type
 from .quantized import choose_config, default_scale, key_row, native_layout, require_kernel, version_of
+from .rope_tables import check_gradient
+from .scalars import is_whole
 
 NOT_ROTATED = "none"
 
@@ -80,12 +82,13 @@ def int8_linear_qk(
     head_dim = _check(x, weight_int8, weight_scale, heads, bias, x_scale, dtype)
     if role not in ("query", "key"):
         raise ValueError(f"role is {role!r}; expected 'query' or 'key'")
-    if type(group) is not int or group < 1:
+    if not is_whole(group) or group < 1:
         raise ValueError(f"group is {group!r}; expected how many query heads a key head serves, at least 1")
     if role == "query" and attn_mask is not None:
         raise ValueError("attn_mask is given with role='query'; expected None, for the key is quantised with it")
     if role == "key" and scale is not None:
         raise ValueError(f"scale is {scale} with role='key'; expected None, for the query holds it")
+    heads, group = int(heads), int(group)
     kind = x.dtype if dtype is None else dtype
     like = x.new_empty((1, 1, 1, head_dim), dtype=kind)
     query = like.expand(x.shape[0], heads * (group if role == "key" else 1), x.shape[1], head_dim)
@@ -183,14 +186,17 @@ def _check(
         expect_type(name, given, torch.Tensor, "a tensor")
     if x.dim() != 3 or x.stride(-1) != 1 or 0 in x.shape:
         raise ValueError(
-            f"x is {show(x.shape)}, strides {show(x.stride())}; expected [B, L, C] with a contiguous last axis"
+            f"x is {show(x.shape)}, strides {show(x.stride())}; expected [B, L, C], each at least 1, with a contiguous "
+            "last axis"
         )
     batch, length, channels = x.shape
     if (x.dtype == torch.int8) != (x_scale is not None):
         expected = "None, for x is not int8" if x_scale is not None else f"float32 [{batch}, {length}], for x is int8"
         raise ValueError(f"x_scale is {'given' if x_scale is not None else None}; expected {expected}")
-    if x.dtype == torch.int8 and dtype not in LIMITS.dtypes:
-        raise ValueError(f"dtype is {dtype}; expected {show(LIMITS.dtypes)}, that of the value, for x is int8")
+    if x.dtype not in (torch.int8, *LIMITS.dtypes):
+        raise ValueError(f"x is {show(x.dtype)}; expected {show((torch.int8, *LIMITS.dtypes))}")
+    if dtype not in LIMITS.dtypes and (dtype is not None or x.dtype == torch.int8):
+        raise ValueError(f"dtype is {dtype!r}; expected {show(LIMITS.dtypes)}, that of the value")
     if weight.dim() != 2 or weight.dtype != torch.int8 or weight.shape[1] != channels or not weight.is_contiguous():
         raise ValueError(
             f"weight_int8 is {show(weight.dtype)} {show(weight.shape)}; expected int8 [heads * D, {channels}], "
@@ -199,8 +205,8 @@ def _check(
     if weight.device != x.device:
         raise ValueError(f"weight_int8 is on {weight.device}; expected {x.device}, as x")
     rows = weight.shape[0]
-    if type(heads) is not int or heads < 1 or rows % heads:
-        raise ValueError(f"heads is {heads}; expected a divisor of the {rows} output channels of weight_int8")
+    if not is_whole(heads) or heads < 1 or rows % heads:
+        raise ValueError(f"heads is {heads!r}; expected a divisor of the {rows} output channels of weight_int8")
     parts = {"weight_scale": (weight_scale, (rows,)), "x_scale": (x_scale, (batch, length)), "bias": (bias, (rows,))}
     for name, (tensor, shape) in parts.items():
         wrong = tensor is not None and (tuple(tensor.shape) != shape or tensor.device != x.device)
@@ -210,11 +216,9 @@ def _check(
                 f"{name} is {show(tensor.dtype)} {show(tensor.shape)} on {tensor.device}; expected {kind} "
                 f"{show(shape)} on {x.device}"
             )
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight_scale, bias) if t is not None):
-        raise ValueError(
-            "x, weight_scale or bias requires a gradient; expected torch.no_grad(), for there is no backward"
-        )
-    return rows // heads
+    for name, tensor in {"x": x, "weight_scale": weight_scale, **optional}.items():
+        check_gradient(name, tensor)
+    return rows // int(heads)
 
 
 def _is_kind(tensor: torch.Tensor, name: str) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .decision import TileCounts
+from .forks import free_after_fork
 
 if TYPE_CHECKING:
     from .kernels.sparse_attention.summary import Summary
@@ -48,7 +49,7 @@ class Summarised:
 
 
 _known: dict[Hashable, Summarised] = {}
-_lock = threading.Lock()
+_lock = free_after_fork(threading.Lock())
 
 
 def full_view(mask: torch.Tensor, kv_len: int) -> torch.Tensor:

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 
 from . import run
 from .dispatch import TORCH, Turn, dispatch, under_foreign_mode
+from .forks import free_after_fork
 from .record import judge_anew
 from .settings import OFF, active, traced_as_constant
 
-_lock = threading.Lock()
+_lock = free_after_fork(threading.Lock())
 _users = 0
 _stays = False
 # Every replacement made so far, one for each function found in place. Only _top routes: another one, which somebody's

@@ -104,6 +104,9 @@ class QuantizedQK:
 
         UnsupportedError for parts that hold no values of their own.
         """
+        for name in ("query", "query_scale", "key", "key_scale"):
+            expect_type(name, getattr(self, name), torch.Tensor, "a tensor")
+        expect_type("layout", self.layout, Layout, "a Layout")
         batch, heads, q_len, width = _four("query", self.query)
         if 0 in self.query.shape:
             raise ValueError(f"query is {list(self.query.shape)}; expected sizes of at least 1")
@@ -116,10 +119,10 @@ class QuantizedQK:
                 expect(f"{name}'s device", part.device, self.query.device)
         if kv_heads == 0 or heads % kv_heads:
             raise ValueError(f"query has {heads} heads and key {kv_heads}; expected a multiple of the key's")
-        if not 0 < self.kv_len <= rows:
-            raise ValueError(f"kv_len is {self.kv_len}; expected 1 to {rows}, the rows of key")
-        if not 0 < self.head_dim <= width:
-            raise ValueError(f"head_dim is {self.head_dim}; expected 1 to {width}, the width of query")
+        if type(self.kv_len) is not int or not 0 < self.kv_len <= rows:
+            raise ValueError(f"kv_len is {self.kv_len!r}; expected 1 to {rows}, the rows of key")
+        if type(self.head_dim) is not int or not 0 < self.head_dim <= width:
+            raise ValueError(f"head_dim is {self.head_dim!r}; expected 1 to {width}, the width of query")
         _check_scale("query_scale", self.query_scale, (batch, heads, self.layout.query.count(q_len)), self.query)
         _check_scale("key_scale", self.key_scale, (batch, kv_heads, self.layout.key.count(rows)), self.query)
         for name in ("query", "query_scale", "key", "key_scale", "key_shift", "lse_term"):

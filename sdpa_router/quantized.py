@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 
 import torch
@@ -18,14 +17,13 @@ from .kernels.int8_attention.configs import (
     arch_of,
     config_for,
     config_of,
-    give_up_hopper,
     hopper_unavailable,
     padded_head_dim,
 )
+from .kernels.int8_attention.op import triton_refuses, use_portable
 from .mask import MaskKind, classify_mask, key_view
 from .qk import Groups, Layout, Prepared, QuantizedQK, expect, expect_type
 
-_LOG = logging.getLogger("sdpa_router.dispatch")
 _LOG2E = math.log2(math.e)
 ROTATION = "sdpa_router"  # random signs and Hadamard, in the order of channels
 ROTATION_OF_PAIRS = "sdpa_router, pairs"  # the same after RoPE, in the order of the fused kernels
@@ -49,7 +47,8 @@ def quantize_qk(
 
     query [B, H, Q, D], key [B, Hkv, K, D], attn_mask, scale and enable_gqa as int8_attention() takes them; no reference
     to query and key is kept.  lse: whether the LSE will be asked for.  precision: as in int8_attention().
-    value: [B, Hkv, K, D] to be quantised to e4m3 too; the attention then takes no value and computes P @ V in fp8.
+    value: [B, Hkv, K, D] to be quantised to e4m3 too; an attention without a value of its own then computes P @ V in
+    fp8.
     Under torch.compile the graph breaks here. Raises UnsupportedError with every reason for a call that the kernel
     can't answer, before anything runs.
 
@@ -106,13 +105,15 @@ def attend(
     """Answer int8_attention() for a quantised query and key; raises ValueError for what differs from the quantising."""
     if precision != "auto":
         expect("precision", precision, "high" if quantized.layout.key.scales == quantized.layout.key.block else "auto")
-    _check_call(quantized, value, attn_mask, is_causal, scale, pv, return_lse or lse is not None)
+    wanted = "return_lse is True" if return_lse else "lse is given" if lse is not None else None
+    _check_call(quantized, value, attn_mask, is_causal, scale, pv, wanted)
     if out is not None:
         check_buffer("out", out, quantized.query, quantized.shape, quantized.dtype)
     if lse is not None:
         check_buffer("lse", lse, quantized.query, quantized.shape[:3], torch.float32)
     held = quantized.key if value is None else value
-    check_memory(Call(quantized.query, quantized.key, held, quantized.attn_mask), out, lse)
+    if out is not None or lse is not None:
+        check_memory(Call(quantized.query, quantized.key, held, quantized.attn_mask), out, lse, _others_of(quantized))
     if out is None:
         out = _empty_out(quantized)
     if lse is None and return_lse:
@@ -121,10 +122,10 @@ def attend(
         ready = for_kernel(quantized)
         try:
             run.quantized_into(ready, value, is_causal, out, lse)
-        except run.compile_errors() as error:
-            if ready.prepared is None or not ready.prepared.config.gluon:
+        except Exception as error:
+            if ready.prepared is None or not ready.prepared.config.gluon or not triton_refuses(error):
                 raise
-            _LOG.warning("the portable int8 kernel from now on: %s", give_up_hopper(error))
+            use_portable(error)
             run.quantized_into(for_kernel(quantized), value, is_causal, out, lse)
     return (out, lse) if return_lse and lse is not None else out
 
@@ -153,7 +154,7 @@ def for_kernel(quantized: QuantizedQK) -> QuantizedQK:
     query_scale = quantized.query_scale[..., layout.query.index(query.shape[2], query.device)]
     if not layout.folded:
         query_scale = query_scale * (abs(quantized.softmax_scale) * _LOG2E)
-        query = query.neg() if quantized.softmax_scale < 0 else query
+        query = negated(query) if quantized.softmax_scale < 0 else query
     prepared = Prepared(config)
     mask = key_row(quantized.attn_mask)
     if mask is not None:
@@ -254,7 +255,7 @@ def _check_call(
     is_causal: bool,
     scale: float | None,
     pv: str,
-    wants_lse: bool,
+    wanted_lse: str | None,
 ) -> None:
     if value is None:
         if quantized.value is None:
@@ -289,8 +290,11 @@ def _check_call(
             f"attn_mask is another {show(attn_mask.dtype)} {show(attn_mask.shape)} than was quantised with; expected "
             f"{held} or None, which means the mask that was quantised with"
         )
-    if wants_lse and quantized.lse_term is None and quantized.key_shift is not None:
-        raise ValueError("return_lse is True; expected False, or a query and key that were quantised with lse=True")
+    if wanted_lse is not None and quantized.lse_term is None and quantized.key_shift is not None:
+        raise ValueError(
+            f"{wanted_lse}; expected no LSE to be asked for, or what quantize_qk() or rms_rope_quantize() made with "
+            "lse=True"
+        )
 
 
 def _same_mask(given: torch.Tensor, quantized: QuantizedQK) -> bool:
@@ -309,6 +313,19 @@ def _same_mask(given: torch.Tensor, quantized: QuantizedQK) -> bool:
         and view.stride() == other.stride()
         and view.is_neg() == other.is_neg()
     )
+
+
+def negated(values: torch.Tensor) -> torch.Tensor:
+    """-values in int8, where -128, which foreign quantisers may give, has no opposite."""
+    return values.clamp(min=-127).neg()
+
+
+def _others_of(quantized: QuantizedQK) -> dict[str, torch.Tensor | None]:
+    """What the kernel reads besides query, key, value and mask, by a name for errors."""
+    others = {name: getattr(quantized, name) for name in ("query_scale", "key_scale", "key_shift", "lse_term")}
+    inner = () if quantized.prepared is None else quantized.prepared.tensors()
+    values = () if quantized.value is None else quantized.value
+    return others | {f"quantized, part {place}": part for place, part in enumerate((*inner, *values))}
 
 
 def _empty_out(quantized: QuantizedQK) -> torch.Tensor:

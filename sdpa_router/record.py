@@ -5,12 +5,9 @@ Under torch.compile and CUDA graphs the counts are traces and captures, not repl
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
-import json
 import logging
-import multiprocessing
 import os
 import sys
 import time
@@ -25,6 +22,8 @@ import torch
 from . import recent
 from .decide import Call
 from .decision import Decision, Route
+from .forks import after_fork, at_exit
+from .run_writer import append, devices, tell
 from .settings import Settings
 from .sighting import Sighting, lock
 
@@ -32,7 +31,6 @@ logger = logging.getLogger("sdpa_router.dispatch")
 
 # Signatures kept apart; when there are more, they are folded into the totals and the next ones are kept.
 MAX_SIGHTINGS = 4096
-_TOP_REASONS = 3
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__))
 
 
@@ -94,13 +92,23 @@ def _forget() -> None:
     for recording in _open:
         recording.keep()
     if counts := _counts([(sighting, sighting.count) for sighting in known.values()]):
-        _write_json({"event": "counts", "pid": os.getpid(), "counts": counts})
+        _write_json({"event": "counts", "counts": counts})
     known.clear()
     recent.forget()
 
 
+def _begin_anew() -> None:
+    """Leave to the parent, in a forked child, what was counted before: it tells that itself."""
+    with lock:
+        known.clear()
+        _folded.clear()
+        recent.forget()
+        for recording in _open:
+            recording.begin()
+
+
 def stats() -> dict[str, Any]:
-    """Return what was decided since the start or the last reset_stats().
+    """Return what was decided in this process since its start, or the last reset_stats().
 
     calls: their number.  routes: calls by who answered, "int8", "sdpa" (torch) or another backend.  reasons: calls by
     reason code; a call may count under several.  signatures: one dict for each signature, as in `Recording.records`.
@@ -121,11 +129,15 @@ class Recording:
 
     def __enter__(self) -> Recording:
         with lock:
-            self._before = {sighting: sighting.count for sighting in known.values()}
-            self._forgotten = []
-            self._after = None
+            self.begin()
             _open.add(self)
         return self
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._before = {sighting: sighting.count for sighting in known.values()}
+        self._forgotten = []
+        self._after = None
 
     def __exit__(self, *error: object) -> None:
         with lock:
@@ -230,9 +242,8 @@ def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: i
     if not path or _json_broken:
         return
     try:
-        text = json.dumps(line if sighting is None else {**line, **sighting.record()}, allow_nan=False)
-        with lock, open(path, "a", encoding="utf-8") as file:
-            file.write(text + "\n")
+        with lock:
+            append(path, line if sighting is None else {**line, **sighting.record()})
     except Exception as error:
         _json_broken = True
         complaint = f"SDPA_ROUTER_JSONL={path} can't be written, no more lines follow: {error}"
@@ -243,39 +254,15 @@ def _write_json(line: dict[str, Any], sighting: Sighting | None = None, level: i
                 logger.warning("%s", complaint)
 
 
-@atexit.register
 def _write_totals() -> None:
     with lock:
         counted = [(sighting, sighting.count) for sighting in known.values()]
         totals = _totals(counted)
     if totals["calls"]:
-        where = {"time": time.time(), "pid": os.getpid(), "devices": _devices()}
+        where = {"time": time.time(), "devices": devices()}
         _write_json({"event": "totals", **where, **totals, "counts": _counts(counted)})
-    asked = os.environ.get("SDPA_ROUTER_LOG", "").strip()
-    if asked and (totals["calls"] or multiprocessing.parent_process() is None):  # workers of a loader attend nothing
-        unknown = f"sdpa_router: SDPA_ROUTER_LOG={asked} means nothing; accepted: info"
-        print(summary(totals) if asked.lower() == "info" else unknown, file=sys.stderr)
+    tell(totals)
 
 
-def _devices() -> list[str]:
-    if not torch.cuda.is_initialized():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
-def summary(totals: dict[str, Any]) -> str:
-    """Return totals as one line: calls, how many of them were routed, and the most frequent reasons.
-
-    >>> summary({"calls": 4, "routes": {"int8": 3, "sdpa": 1}, "reasons": {"short": 1}})
-    'sdpa_router: 4 attention calls, 3 routed (75 %): int8 3, torch 1; reasons: short 1'
-    """
-    if not totals["calls"]:
-        return "sdpa_router: no attention call came by; only those inside route() or of an enabled module do"
-    calls, routes = totals["calls"], dict(totals["routes"])
-    native = routes.pop(Route.SDPA.value)
-    routed = calls - native
-    share = f" ({routed / calls:.0%})".replace("%", " %")
-    who = ", ".join(f"{name} {count}" for name, count in {**routes, "torch": native}.items() if count)
-    top = sorted(totals["reasons"].items(), key=lambda item: -item[1])[:_TOP_REASONS]
-    why = "; reasons: " + ", ".join(f"{code} {count}" for code, count in top) if top else ""
-    return f"sdpa_router: {calls} attention calls, {routed} routed{share}: {who}{why}"
+at_exit(_write_totals)
+after_fork(_begin_anew)

@@ -12,11 +12,13 @@ from .decision import show
 from .kernels.int8_attention.limits import LIMITS
 from .mask import MaskKind, classify_mask
 from .qk import Groups, Layout, QuantizedQK, expect, expect_type
-from .quantized import version_of
+from .quantized import check_flag, negated, version_of
+from .rope_tables import check_gradient
+from .scalars import is_real
 
 # Query rows of a thread block, to which scales are padded.
 _QUERY_BLOCK = {"sage, per warp, sm90": 64, "sage, per thread, sm90": 64}  # elsewhere 128
-_WIDTHS = {"sage": (64, 96, 128), "comfy-kitchen": (64, 128, 256)}
+_WIDTHS = {"sage, per block": (64, 96, 128), "sage": (64, 128), "comfy-kitchen": (64, 128, 256)}
 
 
 class Foreign(NamedTuple):
@@ -40,6 +42,7 @@ def convert(quantized: QuantizedQK, layout: Layout, *, requantize: bool = False)
     """
     expect_type("quantized", quantized, QuantizedQK, "a QuantizedQK")
     expect_type("layout", layout, Layout, "a Layout")
+    check_flag("requantize", requantize)
     kv_len, q_len = quantized.kv_len, quantized.query.shape[2]
     source = quantized.layout
     factor = 1.0
@@ -47,7 +50,7 @@ def convert(quantized: QuantizedQK, layout: Layout, *, requantize: bool = False)
         factor = quantized.softmax_scale * math.log2(math.e)
     query, query_scale = quantized.query, quantized.query_scale
     if factor < 0:
-        query = query.neg()
+        query = negated(query)
     if factor != 1.0:
         query_scale = query_scale * abs(factor)
     query, query_scale = _regroup("query", query, query_scale, source.query, layout.query, q_len, requantize)
@@ -100,8 +103,10 @@ def read(
     parts = {"query": given.query, "query_scale": given.query_scale, "key": given.key, "key_scale": given.key_scale}
     for name, part in parts.items():
         expect_type(name, part, torch.Tensor, "a tensor")
-    if type(softmax_scale) not in (int, float) or not abs(softmax_scale) <= LIMITS.max_scale:
+        check_gradient(name, part)
+    if not is_real(softmax_scale) or not abs(softmax_scale) <= LIMITS.max_scale:
         raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number of at most {LIMITS.max_scale:g}")
+    softmax_scale = float(softmax_scale)
     if dtype not in LIMITS.dtypes:
         raise ValueError(f"dtype is {show(dtype)}; expected {show(LIMITS.dtypes)}")
     for name, tensor in (("query", given.query), ("key", given.key)):
@@ -169,7 +174,7 @@ def _regroup(
 
 
 def _check_width(layout: Layout, name: str, tensor: torch.Tensor) -> None:
-    widths = _WIDTHS[layout.name.partition(",")[0].partition(" ")[0]]
+    widths = next(widths for name, widths in _WIDTHS.items() if layout.name.startswith(name))
     if tensor.shape[-1] not in widths:
         raise ValueError(f"{name} has {tensor.shape[-1]} channels; expected one of {widths}, which {layout.name} takes")
 

@@ -24,6 +24,7 @@ from .quantized import (
     version_of,
 )
 from .rope_tables import check_gradient, shown, tables_of
+from .scalars import is_real, is_whole
 
 if TYPE_CHECKING:
     from .kernels.int8_attention.fused import Rows
@@ -84,9 +85,9 @@ def rms_rope_quantize(
     head_dim = whole[0].shape[3]
     rotary = head_dim if rotary_dim is None else rotary_dim
     unused = cos is None and rotary_dim is None
-    if not unused and not (type(rotary) is int and 0 < rotary <= head_dim and rotary % 2 == 0):
-        raise ValueError(f"rotary_dim is {rotary}; expected an even number up to head_dim, {head_dim}")
-    _check_eps(eps)
+    if not unused and not (is_whole(rotary) and 0 < rotary <= head_dim and rotary % 2 == 0):
+        raise ValueError(f"rotary_dim is {rotary!r}; expected an even number up to head_dim, {head_dim}")
+    rotary, eps = int(rotary), _checked_eps(eps)
     for name, flag in (("interleaved", interleaved), ("across_heads", across_heads), ("lse", lse)):
         check_flag(name, flag)
     across = across_heads or _is_across(query_weight, whole[0]) or _is_across(key_weight, whole[1])
@@ -203,9 +204,10 @@ def _is_across(weight: Weight, whole: torch.Tensor) -> bool:
     return heads > 1 and any(isinstance(one, torch.Tensor) and tuple(one.shape) == size for one in weights)
 
 
-def _check_eps(eps: float | None) -> None:
-    if eps is not None and not (type(eps) in (int, float) and 0 <= eps < math.inf):
+def _checked_eps(eps: float | None) -> float | None:
+    if eps is not None and not (is_real(eps) and 0 <= eps < math.inf):
         raise ValueError(f"eps is {eps!r}; expected a finite number of at least 0, or None for no norm")
+    return None if eps is None else float(eps)
 
 
 def _rows(

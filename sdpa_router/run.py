@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from .backends.base import Backend
-from .call import Call, tensors_of
+from .call import Call, kind_of, plain, tensors_of
 from .kernels.int8_attention import op as _op  # registers the operators
 from .kernels.int8_attention.alike import check_of
 from .kernels.int8_attention.configs import describable
@@ -98,11 +98,6 @@ def quantized_into(
     torch.autograd.graph.increment_version([buffer for buffer in (out, lse) if buffer is not None])
 
 
-def compile_errors() -> tuple[type[Exception], ...]:
-    """Return what Triton raises where it can't compile a kernel."""
-    return _op._compile_errors()
-
-
 def empty_outputs(query: torch.Tensor, *, lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) to be filled, with the strides that the int8 kernel gives by itself."""
     return _op._empty_out(query, lse)
@@ -144,6 +139,8 @@ def _own_answer(chosen: Backend, call: Call, out: object) -> torch.Tensor:
             f"{[*query.shape[:3], call.value.shape[3]]} of {query.dtype} on {query.device}, "
             "with a contiguous last axis"
         )
+    if out.requires_grad or type(out) is torch.nn.Parameter:
+        out = out.detach()  # calls that need a gradient are torch's
     if 0 < query.stride(1) < query.stride(2) and not 0 < out.stride(1) < out.stride(2):
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     # Such as the value of an only key, expanded: whoever writes to the answer must not write to an argument.
@@ -152,6 +149,8 @@ def _own_answer(chosen: Backend, call: Call, out: object) -> torch.Tensor:
 
 def _fits(out: torch.Tensor, call: Call) -> bool:
     """Whether `out` is such a tensor as torch would answer `call` with."""
+    if not plain(out):
+        return False
     query, head_dim = call.query, call.value.shape[-1]
     right = out.shape == (*query.shape[:-1], head_dim) and out.dtype is query.dtype and out.device == query.device
     return right and (out.stride(-1) == 1 or head_dim <= 1)
@@ -160,6 +159,8 @@ def _fits(out: torch.Tensor, call: Call) -> bool:
 def _described(out: object) -> str:
     if not isinstance(out, torch.Tensor):
         return f"a {type(out).__name__}"
+    if not plain(out):
+        return f"a {kind_of(out)}"
     return f"{list(out.shape)} of {out.dtype} on {out.device} with strides {list(out.stride())}"
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,31 +15,45 @@ Check = Callable[[Any], bool]
 Checks = Mapping[str, tuple[Check, bool]]
 
 _MOST = 2**63
-# Control characters, which a terminal obeys, and the bytes of a path that is no UTF-8, which no page can hold.
-_UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_LARGEST = 1e15  # of milliseconds or seconds; sums of such are numbers still
+# Control characters, which a terminal obeys, marks that turn a line around, and the bytes of a path that is no UTF-8,
+# which no page can hold.
+_UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def read_events(path: Path) -> Iterator[Event]:
     """Yield the events of a recorded run; raises OSError, and ValueError with the number of a line that is none.
 
-    A last line without its end is left out: its process was killed while it wrote, or writes still.
+    A line that is no JSON was cut short, as its process was killed while it wrote: it is skipped, with one warning at
+    the end of the file. Of a last line without its end nothing is said: its process may write still.
     """
+    broken: list[ValueError] = []
+    found = 0
     with path.open("rb") as lines:  # of bytes, so that the number is right where one is no UTF-8
         for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
-                if line.strip() and (line.endswith(b"\n") or _is_whole(line)):
-                    yield _checked(json.loads(line))
+                event = json.loads(line)
             except (ValueError, RecursionError) as error:
-                why = "nested too deep" if isinstance(error, RecursionError) else str(error)
-                raise ValueError(f"line {number} of {path} is no record of a call: {why}") from error
+                if line.endswith(b"\n"):
+                    broken.append(_no_record(number, path, error))
+                continue
+            try:
+                yield _checked(event)
+            except (ValueError, RecursionError) as error:
+                raise _no_record(number, path, error) from error
+            found += 1
+    if broken and not found:
+        raise broken[0]
+    if broken:
+        more = f" and so are {len(broken) - 1} more" if broken[1:] else ""
+        warnings.warn(f"{broken[0]}; it is skipped{more}", stacklevel=1)
 
 
-def _is_whole(line: bytes) -> bool:
-    """Whether a line without an end is JSON all the same, such as one that an editor has saved."""
-    with contextlib.suppress(ValueError, RecursionError):
-        json.loads(line)
-        return True
-    return False
+def _no_record(number: int, path: Path, error: Exception) -> ValueError:
+    why = "nested too deep" if isinstance(error, RecursionError) else str(error)
+    return ValueError(f"line {number} of {path} is no record of a call: {why}")
 
 
 def _checked(event: Any) -> Event:
@@ -80,7 +93,7 @@ def _whole(value: Any) -> bool:
 
 
 def _positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < 1e300 and math.isfinite(value)
+    return type(value) in (int, float) and 0 < value < _LARGEST
 
 
 def _list_of(check: Check) -> Check:
@@ -108,12 +121,14 @@ _FIRST: Checks = {
     **dict.fromkeys(("backend", "phase", "detail", "caller"), (_text, True)),
     **dict.fromkeys(("reasons", "notes"), (_list_of(_text), True)),
     **dict.fromkeys(("pid", "number"), (_whole, False)),
+    "began": (_positive, False),
     "estimates": (_dict_of(_positive), False),
     "signature": (_SIGNATURE, True),
     "mask": (_fields({"kind": (_text, True), "dtype": (_text, False), "shape": (_SIZES, False)}), True),
 }
 _TOTALS: Checks = {
     "pid": (_whole, False),
+    "began": (_positive, False),
     "counts": (_dict_of(_whole), False),
     "devices": (_list_of(_text), False),
 }

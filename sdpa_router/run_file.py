@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -148,23 +147,28 @@ def read_run(path: Path) -> RunFile:
     firsts = [event for event in events if event["event"] == "first"]
     if not firsts:
         raise ValueError(f"{path} holds no call: record with SDPA_ROUTER_JSONL={path} in the environment")
-    counts: Counter[tuple[Any, str]] = Counter()
+    counts: Counter[tuple[Hashable, str]] = Counter()
     for event in events:
         for number, count in event.get("counts", {}).items():
-            counts[event.get("pid"), str(number)] += count
-    ended = {event.get("pid") for event in events if event["event"] == "totals"}
+            counts[_process(event), str(number)] += count
+    ended = {_process(event) for event in events if event["event"] == "totals"}
     named = [name for event in events for name in event.get("devices", ())]
     devices = tuple(dict.fromkeys(named))
     table = _table_of(devices)
     rows: dict[str, Row] = {}
     for number, event in enumerate(firsts):
-        count = counts.get((event.get("pid"), str(event.get("number", number))), 1)
+        count = counts.get((_process(event), str(event.get("number", number))), 1)
         kind = ("signature", "mask", "backend", "reasons", "phase")
         key = json.dumps([event[name] for name in kind], sort_keys=True)
         found = rows.get(key)
         rows[key] = _row(event, count, table) if found is None else replace(found, count=found.count + count)
-    complete = all(event.get("pid") in ended and "number" in event for event in firsts)
+    complete = all(_process(event) in ended and "number" in event for event in firsts)
     return RunFile(path, tuple(rows.values()), devices, complete)
+
+
+def _process(event: Event) -> Hashable:
+    """Return what tells processes apart: a pid comes again, soon where each container has pids of its own."""
+    return event.get("pid"), event.get("began")
 
 
 def _row(event: Event, count: int, table: Table | None) -> Row:

@@ -9,6 +9,16 @@ import sys
 from typing import Any
 
 
+def is_whole(given: object) -> bool:
+    """Whether it is a whole number; a bool is none."""
+    return isinstance(given, numbers.Integral) and not isinstance(given, bool)
+
+
+def is_real(given: object) -> bool:
+    """Whether it is a real number; a bool is none."""
+    return isinstance(given, numbers.Real) and not isinstance(given, bool)
+
+
 def flags(record: Any, *names: str) -> None:
     """Make fields of `record` True or False; raises TypeError for anything but bools: numbers are no flags."""
     numpy = sys.modules.get("numpy")
@@ -25,7 +35,7 @@ def whole(record: Any, name: str, least: int, *, or_none: bool = False) -> None:
     given = getattr(record, name)
     if given is None and or_none:
         return
-    if not isinstance(given, numbers.Integral) or isinstance(given, bool) or given < least:
+    if not is_whole(given) or given < least:
         raise ValueError(f"{name} is {given!r}; accepted: {'None or ' * or_none}an int of at least {least}")
     object.__setattr__(record, name, operator.index(given))
 
@@ -36,7 +46,7 @@ def real(record: Any, name: str, *, positive: bool = False, or_none: bool = Fals
     if given is None and or_none:
         return
     number = float("nan")
-    if isinstance(given, numbers.Real) and not isinstance(given, bool):
+    if is_real(given):
         with contextlib.suppress(OverflowError):
             number = float(given)
     if not (number > 0 if positive else number >= 0):

@@ -12,6 +12,7 @@ import torch
 
 from . import scalars
 from .backends.base import backend_names
+from .forks import free_after_fork
 from .kernels.int8_attention.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _meant(backends: object, known: tuple[str, ...]) -> str:
     given = backends.split(",") if isinstance(backends, str) else backends if isinstance(backends, tuple) else ()
     texts = [name.strip().lower() for name in given if isinstance(name, str)]
     names = [close for text in texts for close in difflib.get_close_matches(text, (*known, FASTEST), 1)]
-    meant = FASTEST if names == [FASTEST] else tuple(dict.fromkeys(names))
+    meant = FASTEST if FASTEST in names else tuple(dict.fromkeys(names))
     return f"; did you mean {meant!r}?" if names else ""
 
 
@@ -116,7 +117,7 @@ OFF = "off"
 _kept = _Kept()
 skipping: set[str] = set()  # names of settings with a skip
 _names: dict[Settings, str] = {}
-_lock = threading.Lock()
+_lock = free_after_fork(threading.Lock())
 
 
 class _Active(threading.local):

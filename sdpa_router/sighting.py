@@ -15,12 +15,13 @@ import torch
 from .by_tile import PATIENCE, worth_a_look
 from .decide import PLAIN_TYPES, Call
 from .decision import Decision, Reason, Route, show
+from .forks import free_after_fork
 from .settings import Settings
 
 if TYPE_CHECKING:
     from torch.multiprocessing.reductions import StorageWeakRef
 
-lock = threading.RLock()  # of all counts and decisions
+lock = free_after_fork(threading.RLock())  # of all counts and decisions
 _numbers = itertools.count()
 
 
@@ -59,7 +60,7 @@ class Sighting:
         self._time = time.time()
         self._caller = caller
         self._call = {name: _metadata(getattr(call, name)) for name in call._fields}
-        # next() of a count is atomic where "+= 1" is not; a reading takes a tick too, which _reads makes up for.
+        # next() of a count is atomic where "+= 1" is not; a reading takes a tick too, which _reads takes off.
         self._ticks = itertools.count()
         self._reads = 0
         self.tick = self._ticks.__next__
@@ -71,6 +72,11 @@ class Sighting:
             count = next(self._ticks) - self._reads
             self._reads += 1
         return count
+
+    def untick(self) -> None:
+        """Take back a tick: somebody else answers."""
+        with lock:
+            self._reads += 1
 
     @property
     def outcome(self) -> tuple[str, tuple[str, ...]]:

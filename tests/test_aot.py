@@ -42,30 +42,38 @@ def test_every_kernel_takes_strides_of_1_and_past_32_bits():
     assert not [row for row in rows if row["failed"]]
 
 
-# Instructions a key tile of the shorter and of the longer loop, bounded and online: what Triton 3.6 to 3.9 give, + 5 %.
-# With a bias the bounded one has a way for tiles of one bias besides.
+# Instructions a key tile of the bounded and of the online loop, as Triton 3.6 and 3.7 compile them.
+RECORDED = {
+    "D64 bf16": (208, 276), "D64 bf16 HAS_LSE CAUSAL": (474, 620), "D96 fp16 TAIL": (385, 499),
+    "D128 bf16": (367, 497), "D128 bf16 HAS_LSE": (356, 486), "D128 bf16 HAS_BIAS HAS_LSE": (382, 588),
+    "D128 bf16 HIGH": (442, 648), "D128 fp8e4nv": (328, 355), "D128 fp8e4nv HAS_BIAS TAIL": (379, 400),
+    "D96 fp8e4nv HAS_LSE": (502, 551), "D256 bf16 HAS_BIAS": (233, 440),
+}  # fmt: skip
+# The most that later ones may need: what Triton 3.9 gave, + 5 %.
 ISSUE_SLOTS = {
-    "D64": (510, 665), "D96 fp8e4nv": (616, 690), "D96": (520, 637), "D128 bf16 HAS_BIAS": (607, 677),
-    "D128 bf16": (514, 727), "D128 fp8e4nv HAS_BIAS": (387, 573), "D128 fp8e4nv": (345, 396), "D256": (370, 487),
+    "D64": (510, 665), "D96 fp8e4nv": (616, 690), "D96": (520, 637), "D128 bf16": (514, 727),
+    "D128 fp8e4nv": (400, 430), "D256": (271, 487),
 }  # fmt: skip
 
 
 def test_the_hopper_kernel_keeps_its_schedule():
     pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="this Triton has no Gluon")
     rows = rows_of("aot_hopper.py")
-    assert len(rows) >= 6
+    assert {row["variant"] for row in rows} == set(RECORDED)
     for row in rows:
         bounded, online = next(slots for name, slots in ISSUE_SLOTS.items() if row["variant"].startswith(name))
+        measured = row["triton"].startswith(("3.6.", "3.7."))
+        if measured:
+            bounded, online = (1.05 * slots for slots in RECORDED[row["variant"]])
         product = "QGMMA" if "fp8" in row["variant"] else "HGMMA"
         assert row["instructions"] == sorted([product, "IGMMA", "USETMAXREG", "UTMALDG"]), row
-        # Measured with Triton 3.6, whose bounded loops spill nothing; beside them, four causal warpgroups do.
-        newer = not row["triton"].startswith("3.6.")
-        assert row["spills"] <= (480 if newer else 180), row
-        assert row["spills_in_loop"] <= 12 * newer, row
+        # Of Triton 3.6 and 3.7 loops spill nothing; beside them four causal warpgroups do, and three with an e4m3 bias.
+        few = 180 if "CAUSAL" in row["variant"] else 96 if "fp8e4nv HAS_BIAS" in row["variant"] else 24
+        assert row["spills"] <= (few if measured else 480), row
+        assert row["spills_in_loop"] <= (0 if measured else 12), row
         assert row["shared"] <= 232_448, row
         assert row["under_product"] >= 0.9, row
         assert row["overwritten"] == [], row
-        if row["variant"].startswith("D128 bf16") and row["triton"].startswith(("3.6.", "3.7.")):
-            assert row["behind_wait"] == 0, row
+        assert row["behind_wait"] == 0 or not (measured and row["variant"].startswith("D128 bf16")), row
         assert row["bounded"] <= bounded, row
         assert row["online"] <= online, row

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import sys
+import threading
 import types
 
 import hypothesis
@@ -186,6 +187,12 @@ def test_max_error_leaves_out_rough_backends(monkeypatch):
     assert choose(Call(*tensors), Settings(backends=("comfy", "fa3"), max_error=0.02)).backend == "comfy"
 
 
+def test_a_small_error_is_not_told_as_none(registered):
+    registered(dataclasses.replace(mine(), limits=BackendLimits(error=1e-6)))
+    decision = choose(Call(*draw()), Settings(backends=("mine",), max_error=1e-9))
+    assert "the error class is 1e-06; max_error accepts at most 1e-09" in str(decision)
+
+
 def test_the_command_explains_any_order(capsys):
     shapes = ["--q", "1,24,4096,128", "--k", "1,24,512,128", "--mask", "full", "--json"]
     assert cli.main(["explain", *shapes, "--backends", "comfy,fa3,torch"]) == 0
@@ -197,6 +204,13 @@ def test_the_command_explains_any_order(capsys):
     assert capsys.readouterr().out.startswith("comfy (mask: none)")
     assert cli.main(["explain", *shapes[:4], "--backends", "comfy, fa3, torch"]) == 0
     assert capsys.readouterr().out.startswith("comfy (mask: none)")
+    assert cli.main(["explain", *shapes[:4], "--backends", " fastest "]) == 0
+    assert "not fa3 because not_measured" in capsys.readouterr().out
+    for names, answers in {"torch-flash,torch-cudnn": "torch-cudnn", "torch-flash": "sdpa"}.items():
+        assert cli.main(["explain", *shapes, "--backends", names]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["backend"] == answers, "by shape alone, which torch's own checks can't be asked about"
+        assert [reason["code"] for reason in found["passed_over"]["torch-flash"]] == ["mask"]
     with pytest.raises(SystemExit):
         cli.main(["explain", *shapes, "--backends", "nobody"])
     assert "accepted: 'fastest' or different names" in capsys.readouterr().err
@@ -316,6 +330,30 @@ def test_reasons_of_now_are_asked_at_every_call(registered):
             F.scaled_dot_product_attention(*tensors)
     assert stats()["routes"] == {"int8": 0, "sdpa": 2, "mine": 2}
     assert stats()["reasons"] == {"stream": 2}
+
+
+@pytest.mark.parametrize("on_error", ["raise", "fallback"])
+def test_a_call_during_which_all_is_judged_anew_counts(registered, on_error):
+    def run(call, settings, attention):
+        registered(mine(f"other{len(base._registered)}"))
+        return attention(*call[:3])
+
+    registered(mine(run=run))
+    with route(backends=("mine",), on_error=on_error):
+        for _ in range(3):
+            F.scaled_dot_product_attention(*draw())
+    assert stats()["routes"] == {"int8": 0, "sdpa": 0, "mine": 3}
+
+
+def test_a_reason_that_can_not_be_shown_is_shown_as_what_it_is(registered):
+    class Mute:
+        def __str__(self):
+            raise RuntimeError
+
+    registered(mine(reasons=(Reason(Code.HEAD_DIM, Mute(), 8),)))
+    with route(backends=("mine",)):
+        assert_right(F.scaled_dot_product_attention(*(tensors := draw())), *tensors)
+    assert "head_dim is a Mute" in stats()["signatures"][0]["detail"]
 
 
 def test_the_limits_of_a_registered_backend_hold(registered):
@@ -543,6 +581,8 @@ WRONG_ANSWERS = {
     "dtype": lambda query: query.double(),
     "device": lambda query: query.to("meta"),
     "last stride": lambda query: query.transpose(2, 3).contiguous().transpose(2, 3),
+    "nested": lambda query: torch.nested.nested_tensor([query[0]]),
+    "sparse": lambda query: query.to_sparse(),
 }
 
 
@@ -560,6 +600,17 @@ def test_what_is_no_answer_is_an_error_of_the_backend(registered, kind, on_error
             assert caught.value.decision.backend == "mine"
 
 
+def test_an_answer_with_a_graph_leaves_it_behind(registered):
+    weight = torch.nn.Parameter(torch.randn(1, 2, 64, 64).to(BF16))
+    answers = [weight, weight * 2, weight.detach()]
+    registered(mine(run=lambda call, settings, attention: answers[0]))
+    with route(backends=("mine",)):
+        while answers:
+            out = F.scaled_dot_product_attention(*draw())
+            assert torch.equal(out, answers.pop(0))
+            assert (type(out), out.requires_grad) == (torch.Tensor, False)
+
+
 @pytest.mark.parametrize("where", ["reasons_against", "reasons_now"])
 def test_reasons_that_raise_are_errors_of_the_backend(registered, where):
     def broken(*arguments):
@@ -571,8 +622,29 @@ def test_reasons_that_raise_are_errors_of_the_backend(registered, where):
         assert_right(F.scaled_dot_product_attention(*tensors), *tensors)
     assert stats()["reasons"] == {Code.BACKEND_FAILED: 1}
     assert "LookupError: no such table" in stats()["signatures"][-1]["detail"]
-    with route(backends=("mine",)), pytest.raises(LookupError, match="no such table"):
+    with route(backends=("mine",)), pytest.raises(LookupError, match="no such table") as caught:
         F.scaled_dot_product_attention(*tensors)
+    assert "sdpa_router" in caught.value.__notes__[0]
+    assert caught.value.decision.mask.kind is sdpa_router.MaskKind.NONE
+
+
+def test_an_error_in_reasons_tells_the_decision_so_far(registered):
+    def broken(call, settings):
+        raise LookupError("no such table")
+
+    registered(mine("narrow", reasons=(Reason(Code.HEAD_DIM, 64, 8),)))
+    registered(dataclasses.replace(mine("second"), reasons_against=broken))
+    registered(mine("now", now=lambda call: iter([Reason(Code.STREAM, "another", "the default")])))
+    tensors = draw()
+    for ask in (lambda *given: F.scaled_dot_product_attention(*given), explain):
+        with route(backends=("narrow", "second")), pytest.raises(LookupError) as caught:
+            ask(*tensors)
+        told = {name: [reason.code for reason in reasons] for name, reasons in caught.value.decision.passed_over}
+        assert told == {"narrow": [Code.HEAD_DIM], "second": [Code.BACKEND_FAILED]}
+        assert caught.value.__notes__[-1].startswith("sdpa_router decided so far: sdpa (mask: none), not narrow")
+    with route(backends=("now", "second")), pytest.raises(LookupError) as caught:
+        F.scaled_dot_product_attention(*tensors)
+    assert [name for name, _ in caught.value.decision.passed_over] == ["now", "second"]
 
 
 def test_reasons_that_raise_are_logged_once(registered, caplog):
@@ -591,6 +663,35 @@ def test_reasons_that_raise_are_logged_once(registered, caplog):
     with caplog.at_level(logging.WARNING), route(backends=("mine", "second"), on_error="fallback"):
         F.scaled_dot_product_attention(*tensors)
     assert [message.partition(" failed")[0] for message in caplog.messages] == ["mine", "second"]
+
+
+@pytest.mark.parametrize("where", ["reasons_against", "reasons_now", "run"])
+def test_what_fails_in_two_threads_at_once_is_logged_once(registered, caplog, where):
+    both = threading.Barrier(2, timeout=60)
+
+    def broken(*arguments):
+        both.wait()
+        raise LookupError("no such table")
+
+    def asked(call, settings):
+        both.wait()
+        yield Reason(Code.HEAD_DIM, 64, 8)
+
+    def work():
+        with route(backends=("mine", "next"), on_error="fallback"):
+            F.scaled_dot_product_attention(*tensors)
+
+    registered(dataclasses.replace(mine(), **{where: broken}))
+    registered(dataclasses.replace(mine("next"), reasons_against=asked))
+    tensors = draw()
+    with caplog.at_level(logging.WARNING):
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(caplog.messages) == 1
+    assert stats()["routes"] == {"int8": 0, "sdpa": 2}
 
 
 def test_raise_on_unsupported_counts_every_backend(registered):
@@ -636,6 +737,58 @@ def test_however_a_package_breaks_it_is_a_reason(monkeypatch, tmp_path, body):
     assert reason.code is Code.PACKAGE
     assert "sageattention can't be used" in reason.detail
     assert ": ;" not in reason.detail
+
+
+@pytest.mark.parametrize("name", ["fa3", "comfy", "sage"])
+@pytest.mark.parametrize("body", [None, "raise OSError('libcudart.so.13: cannot open shared object file')"])
+def test_the_words_of_an_import_are_told_where_the_device_is_wrong_too(monkeypatch, tmp_path, capsys, name, body):
+    module = {"fa3": "flash_attn_interface", "comfy": "comfy_kitchen", "sage": "sageattention"}[name]
+    if body is None:
+        monkeypatch.setitem(sys.modules, module, None)
+    else:
+        (tmp_path / f"{module}.py").write_text(body)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr({"fa3": fa3, "comfy": comfy, "sage": sage}[name], "on_gpu", on_gpu)
+    with route(backends=(name,)):
+        package, device = explain(*draw()).reasons
+    assert (package.code, device.code) == (Code.PACKAGE, Code.DEVICE)
+    words = "is not installed" if body is None else f"{module} can't be used: OSError: libcudart.so.13: cannot open"
+    assert words in package.detail
+    assert "cpu tensors" in device.detail
+    assert cli.main(["info", "--json"]) == 0
+    why = json.loads(capsys.readouterr().out)["backends"][name]
+    assert why == f"no, {package.detail}, and {device.detail}"
+
+
+def test_what_a_package_prints_when_it_is_imported_is_no_part_of_info(monkeypatch, tmp_path, capsys):
+    (tmp_path / "sageattention.py").write_text("print('hello')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sageattention", raising=False)
+    assert cli.main(["info", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["backends"]["sage"].startswith("no, sageattention can't be used: AttributeError")
+    assert told.err == "hello\n"
+
+
+def test_what_a_package_says_when_it_is_asked_is_a_reason_too(monkeypatch):
+    stand_ins.Comfy().module(monkeypatch).int8_attention_is_available = lambda device: 1 / 0
+    (reason,) = choose(Call(*draw()), Settings(backends=("comfy",))).reasons
+    assert reason.code is Code.PACKAGE
+    assert "comfy_kitchen can't be used: ZeroDivisionError: division by zero" in reason.detail
+
+
+def test_a_rocm_gpu_is_no_cuda_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert on_gpu(torch.device("cuda"), (8, 0)).code is Code.CAPABILITY, "whose advice is not to move to a GPU"
+
+
+def test_the_advice_on_a_device_holds_for_every_backend():
+    """Triton's interpreter is for our own kernel alone, whose sentence names it."""
+    assert "TRITON_INTERPRET" not in Code.DEVICE.cure
+    with route(backends=("torch-cudnn", "torch-math")):
+        assert "TRITON_INTERPRET" not in str(explain(*draw()))
 
 
 def test_a_function_of_another_signature_is_a_reason(monkeypatch):

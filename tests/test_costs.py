@@ -264,6 +264,18 @@ def test_a_corrupt_file_is_ignored_with_one_warning_and_rewritten(gpu, text):
     assert cost_files.tuned_table(torch.device("cuda")).points == table().points
 
 
+def test_where_warnings_are_errors_no_call_raises_over_a_corrupt_file(gpu, caplog):
+    path = cost_files.table_path(cost_files.facts_of(torch.device("cuda")))
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    cost_files.forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [cost_files.tuned_table(torch.device("cuda")) for _ in range(3)] == [None] * 3
+    (message,) = caplog.messages
+    assert "is ignored, `sdpa-router tune` rewrites it" in message
+
+
 def test_without_a_home_nothing_is_tuned(monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")

@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right
 
 from sdpa_router import Code, Reason, Route, Settings, UnsupportedError, explain
+from sdpa_router.choose import choose
 from sdpa_router.decide import Call, decide, decide_kernel
 from sdpa_router.decision import show
-from sdpa_router.kernels.int8_attention import limits
+from sdpa_router.kernels.int8_attention import configs, limits
 from sdpa_router.kernels.int8_attention.limits import Crossover
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -29,6 +30,9 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(configs, "_hopper_not_importable", lambda: None)
+    monkeypatch.setattr(configs, "_descriptors", lambda: True)
+    monkeypatch.setattr(configs, "_failures", [])
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("SDPA_ROUTER", raising=False)
 
@@ -290,6 +294,36 @@ def test_a_float32_mask_is_cast_for_torch_on_a_gpu():
     assert decide(call(mask=key_mask(1, 1, 64, 8192, dtype=BF16)), Settings(min_kv=0)).notes == ()
     on_cpu = call(mask=fake(1, 1, 64, 8192, dtype=FP32, device="cpu"), device="cpu")
     assert decide(on_cpu, Settings(min_kv=0)).notes == ()
+
+
+PORTABLE = {
+    "sm_80": ("needs sm_90, and this is sm_80", call()),
+    "head_dim": ("head_dim 32 is not over 32", call(q=(1, 4, 64, 32), k=(1, 4, 8192, 32))),
+    "one value for all": ("no stride of 0", call()._replace(value=fake(1, 1, 1, 64).expand(1, 4, 8192, 64))),
+    "odd rows": ("whole 16 bytes", call()._replace(value=fake(1, 4, 8192, 64, strides=(1, 8192 * 66, 66, 1)))),
+    "no Gluon": ("this Triton has no Gluon", call()),
+    "does not compile": ("does not compile hopper.py: TypeError: no such argument", call()),
+}
+
+
+@pytest.mark.parametrize("backends", [("int8", "torch"), ("int8", "comfy")])
+@pytest.mark.parametrize("name", PORTABLE)
+def test_a_decision_says_why_not_the_hopper_kernel_answers(monkeypatch, name, backends):
+    settings = Settings(min_kv=0, backends=backends)
+    why, given = PORTABLE[name]
+    assert choose(call(), settings).notes == ()
+    if name == "sm_80":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    elif name == "no Gluon":
+        monkeypatch.setattr(configs, "_hopper_not_importable", lambda: "this Triton has no Gluon")
+    elif name == "does not compile":
+        configs.give_up_hopper(TypeError("no such argument"))
+    decision = choose(given, settings)
+    assert decision.routed
+    assert [note.code for note in decision.notes] == [Code.PORTABLE]
+    assert "(portable: the portable kernel answers, because" in str(decision)
+    assert why in str(decision)
+    assert choose(given._replace(dropout_p=0.5), settings).notes == ()
 
 
 def test_explain_judges_meta_tensors_as_on_a_gpu(monkeypatch):

@@ -13,6 +13,8 @@ pytest.importorskip("diffusers")
 
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers import transformer_flux, transformer_ltx, transformer_qwenimage, transformer_wan
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sdpa_router
 from sdpa_router import disable, enable, record
@@ -190,6 +192,8 @@ def test_blocks_that_do_not_match_stay_and_say_why(caplog):
     with caplog.at_level(logging.INFO, "sdpa_router.dispatch"):
         assert fuse(torch.nn.Linear(2, 2)) == {}
     assert "found no attention block" in caplog.text
+    with pytest.raises(TypeError, match="fuse_qk is 'yes'; accepted: True or False"):
+        enable(odd["wan"], fuse_qk="yes")
 
 
 @pytest.mark.parametrize(
@@ -302,3 +306,76 @@ def test_copies_and_pickles_keep_the_processor():
     for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         assert isinstance(twin.processor, FusedWan)
         assert torch.equal(twin(**inputs), out)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_function_mode_has_the_call_as_of_the_plain_block(case):
+    layer_skip = pytest.importorskip("diffusers.hooks.layer_skip")  # perturbed attention guidance: SDPA gives value
+    block, inputs = CASES[case]()
+    block, inputs = block.half(), cast(inputs, torch.float16)
+    with layer_skip.AttentionScoreSkipFunctionMode():
+        native = outputs(block(**inputs))
+        enable(block, min_kv=0, fuse_qk=True)
+        got = outputs(block(**inputs))
+    assert all(torch.equal(a, b) for a, b in zip(got, native, strict=True))
+
+
+def gradient(block, inputs, name):
+    """The gradient of what is named alone, with all weights frozen."""
+    given = inputs[name]
+    leaf = (given[0] if isinstance(given, tuple) else given).clone().requires_grad_()
+    with torch.enable_grad():
+        out = outputs(block(**inputs | {name: (leaf, *given[1:]) if isinstance(given, tuple) else leaf}))
+        out[0].float().sum().backward()
+    return leaf.grad
+
+
+def test_gradients_of_the_text_or_of_the_angles_alone_are_those_of_the_plain_block():
+    cases = {case: CASES[case]() for case in ("flux joint", "qwen")}
+    cases["wan"] = wan()
+    block, inputs = wan(cross_attention_dim_head=32)
+    cases["wan text"] = (
+        block,
+        {k: v for k, v in inputs.items() if k != "rotary_emb"}
+        | {"encoder_hidden_states": torch.randn(2, 40, 96, device=DEVICE)},
+    )
+    block, inputs = ltx(cross_attention_dim=64)
+    cases["ltx text"] = (
+        block,
+        {k: v for k, v in inputs.items() if k != "image_rotary_emb"}
+        | {"encoder_hidden_states": torch.randn(2, 40, 64, device=DEVICE)},
+    )
+    for case, (block, inputs) in cases.items():
+        block, inputs = block.half().requires_grad_(False), cast(inputs, torch.float16)
+        name = "rotary_emb" if case == "wan" else "encoder_hidden_states"
+        wanted = gradient(block, inputs, name)
+        enable(block, min_kv=0, fuse_qk=True)
+        assert torch.equal(gradient(block, inputs, name), wanted), case
+
+
+def test_a_trace_takes_the_plain_path():
+    block, inputs = wan()
+    block, inputs = block.half().requires_grad_(False), cast(inputs, torch.float16)
+    states = inputs.pop("hidden_states")
+    enable(block, min_kv=0, fuse_qk=True)
+
+    def forward(states):
+        return block(hidden_states=states, **inputs)
+
+    for traced in (make_fx(forward)(states), torch.jit.trace(forward, (states,), check_trace=False)):
+        assert traced(states).shape == states.shape
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert forward(mode.from_tensor(states)).shape == states.shape
+
+
+def test_diffusers_meets_its_own_class_of_processor():
+    processor = transformer_flux.FluxAttnProcessor
+    block, inputs = CASES["flux single"]()
+    block, inputs = block.half(), cast(inputs, torch.float16)
+    native = block(**inputs)
+    enable(block, min_kv=0, fuse_qk=True)
+    assert block.processor.__class__ is processor  # what hooks that skip layers look up
+    assert isinstance(block.processor, FusedFlux)
+    block.set_processor(block.processor.__class__())  # as load_ip_adapter() does for single-stream blocks
+    disable(block)
+    assert torch.equal(block(**inputs), native)

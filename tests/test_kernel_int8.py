@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import sdpa_router
 from sdpa_router import int8_attention, merge_attention
 from sdpa_router.kernels.int8_attention import configs
 from sdpa_router.kernels.int8_attention.configs import config_of
@@ -427,6 +429,28 @@ def test_scores_too_large_for_a_softmax_without_a_maximum():
     close(query, key, value, is_causal=True, budget=0.4, lse_budget=3.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_weights_count_together_beside_the_key_of_the_largest_bias(dtype):
+    """It scores -11.5 (log2), just what the Hopper kernel takes without a row maximum; 8191 of 2^-24.5 equal it."""
+    query, key, value = (torch.zeros(1, 1, n, 64, device=DEVICE, dtype=dtype) for n in (64, 8192, 8192))
+    query[..., 0], key[:, :, 0, 0] = 8, -8
+    value += 1 + 0.1 * torch.randn(1, 1, 8192, 64, device=DEVICE)
+    value[:, :, 0] = -1
+    bias = torch.full((1, 1, 1, 8192), -17.0, device=DEVICE)
+    bias[..., 0] = 0
+    exact = sdpa_oracle(query, key, value, bias)[0]
+    assert (int8_attention(query, key, value, bias) - exact).abs().max() < 0.03
+
+
+def test_float16_has_a_row_maximum_under_a_bias():
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="this Triton has no Gluon")
+    from sdpa_router.kernels.int8_attention import hopper
+
+    assert hopper.limit_of(torch.float16, True) < 0
+    for dtype, biased in ((torch.float16, False), (torch.bfloat16, True), (torch.float8_e4m3fn, True)):
+        assert hopper.limit_of(dtype, biased) == hopper.BOUND[dtype]
+
+
 def test_the_choice_of_a_kernel_is_explained(monkeypatch):
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     monkeypatch.setattr(configs, "arch_of", lambda device: "cpu")
@@ -444,10 +468,22 @@ def test_the_choice_of_a_kernel_is_explained(monkeypatch):
     assert not configs.config_of(query, query).gluon
 
 
-def test_a_kernel_that_does_not_compile_is_replaced_once(monkeypatch, caplog):
+REFUSALS = [
+    lambda: importlib.import_module("triton.compiler.errors").CompilationError("", None, "no such layout"),
+    lambda: RuntimeError("PassManager::run failed"),
+    lambda: TypeError("TensorDescriptor.__init__() missing 1 required positional argument: 'padding'"),
+    lambda: AttributeError("module 'gluon.language' has no attribute 'warp_specialize'"),
+    lambda: ImportError("cannot import name 'TensorDescriptor'"),
+    lambda: KeyError("Keyword argument num_warps was specified but unrecognised"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSALS)))
+def test_a_kernel_that_does_not_compile_is_replaced_once(monkeypatch, caplog, number):
     """Where Triton can't compile the Hopper kernel, the portable one answers, and one warning says why."""
-    triton_errors = pytest.importorskip("triton.compiler.errors")
     from sdpa_router.kernels.int8_attention import forward, op
+
+    refusal = REFUSALS[number]()
 
     calls = []
     portable = forward.attention
@@ -455,7 +491,7 @@ def test_a_kernel_that_does_not_compile_is_replaced_once(monkeypatch, caplog):
     def attention(quantized, value, config, **options):
         calls.append(config.gluon)
         if config.gluon:
-            raise triton_errors.CompilationError("", None, "no such layout")
+            raise refusal
         return portable(quantized, value, config, **options)
 
     def choose(query, value, pv, precision):
@@ -465,14 +501,47 @@ def test_a_kernel_that_does_not_compile_is_replaced_once(monkeypatch, caplog):
     monkeypatch.setattr(configs, "_failures", [])
     monkeypatch.setattr(op, "config_of", choose)
     monkeypatch.setattr(forward, "attention", attention)
-    query, key, value = draw(1, 1, 1, 20, 77, 64)  # sizes of this test alone: what was launched before is replayed
+    query, key, value = draw(1, 1, 1, 20 + number, 77, 64)  # sizes of its own, for what was launched is replayed
     with caplog.at_level("WARNING", "sdpa_router.dispatch"):
         for _ in range(2):
             assert relative_error(int8_attention(query, key, value), sdpa_oracle(query, key, value)[0]) < BUDGET
     assert calls == [True, False, False][: len(calls)]  # on a GPU the third is a replay
     assert len(calls) >= 2
     assert [record.name for record in caplog.records] == ["sdpa_router.dispatch"]
-    assert "CompilationError" in configs.hopper_unavailable()
+    assert type(refusal).__name__ in configs.hopper_unavailable()
+
+
+def test_decisions_are_made_anew_once_the_hopper_kernel_is_given_up(monkeypatch):
+    from sdpa_router.kernels.int8_attention import launch, op
+    from sdpa_router.record import known
+
+    monkeypatch.setattr(launch, "_plans", {"a call": "a plan"})
+    monkeypatch.setattr(configs, "_failures", [])
+    query, key, value = draw(1, 1, 1, 20, 77, 64)
+    with sdpa_router.route():
+        torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        assert known
+        op.use_portable(ValueError("x"))
+        assert not known
+        assert not launch._plans
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Triton Error [CUDA]: an illegal memory access"), torch.OutOfMemoryError("CUDA"), OSError()]
+)
+def test_other_failures_of_the_hopper_kernel_are_raised(monkeypatch, error):
+    from sdpa_router.kernels.int8_attention import forward, op
+
+    def attention(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(configs, "_failures", [])
+    monkeypatch.setattr(op, "config_of", lambda *arguments: configs.Config(64, 64, 4, 1, gluon=True))
+    monkeypatch.setattr(forward, "attention", attention)
+    with pytest.raises(type(error)) as raised:
+        int8_attention(*draw(1, 1, 1, 20, 78, 64))
+    assert raised.value is error
+    assert configs._failures == []
 
 
 @pytest.mark.gpu

@@ -181,7 +181,9 @@ def test_sageattention_agrees_with_our_kernel():
             ("query is [1, 4, 0, 64]", "at least 1"),
         ),
         ({"query": torch.zeros(1, 4, 200, 64)}, ("query is torch.float32", "torch.int8")),
-        ({"query": torch.zeros(1, 4, 200, 80, dtype=torch.int8)}, ("query has 80 channels", "(64, 96, 128)")),
+        ({"query": torch.zeros(1, 4, 200, 80, dtype=torch.int8)}, ("query has 80 channels", "(64, 128)")),
+        ({"query": torch.zeros(1, 4, 200, 96, dtype=torch.int8)}, ("query has 96 channels", "(64, 128)")),
+        ({"sm90": "no"}, ("sm90 is of type str", "True or False")),
         ({"query_scale": torch.zeros(1, 4, 7)}, ("query_scale's shape is (1, 4, 7)", "(1, 4, 8)")),
         ({"key_scale": torch.zeros(1, 2, 4)}, ("key_scale's shape is (1, 2, 4)", "(1, 2, 3)")),
         ({"key_scale": torch.zeros(1, 2, 3, dtype=torch.float16)}, ("key_scale's dtype is torch.float16", "float32")),
@@ -212,6 +214,10 @@ def test_widths_and_tiles_that_a_library_does_not_take():
         layouts.to_sage_block(quantized, requantize=True)
     with pytest.raises(ValueError, match="cta_k is 32; expected 64 or 128"):
         layouts.to_comfy_kitchen(quantized, cta_k=32)
+    with pytest.raises(ValueError, match="cta_k is '64'; expected 64 or 128"):
+        layouts.to_comfy_kitchen(quantized, cta_k="64")
+    with pytest.raises(ValueError, match="requantize is of type str; expected True or False"):
+        layouts.to_sage_block(quantize_qk(*draw()[:2], enable_gqa=True), requantize="no")
     wide = dataclasses.replace(quantize_qk(*draw(64, 64, 256)[:2], enable_gqa=True))
     assert layouts.to_comfy_kitchen(wide, requantize=True).query_scale.shape[2] == 64
 
@@ -233,7 +239,48 @@ def test_parts_of_other_types(change, words):
         layouts.from_sage_warp(**arguments)
     with pytest.raises(ValueError, match="quantized is of type Foreign; expected a QuantizedQK"):
         layouts.to_sage_warp(given)
+    with pytest.raises(ValueError, match="quantized is of type Foreign; expected a QuantizedQK"):
+        layouts.to_comfy_kitchen(given)
+    with pytest.raises(ValueError, match="query is of type str; expected a tensor"):
+        layouts.from_comfy_kitchen("q", *given[1:4], softmax_scale=0.1, dtype=torch.float16, cta_k=64)
     with pytest.raises(ValueError, match="quantized is of type Tensor; expected a QuantizedQK"):
         layouts.convert(query, layouts.SAGE_BLOCK)
     with pytest.raises(ValueError, match="layout is of type str; expected a Layout"):
         layouts.convert(quantize_qk(query, key, enable_gqa=True), "sage")
+
+
+def test_a_softmax_scale_under_0_and_the_value_that_has_no_opposite():
+    given = layouts.to_sage_warp(quantize_qk(*draw()[:2], enable_gqa=True), requantize=True)
+    given.query[:, :, ::3] = -128
+    value = draw()[2]
+    query = given.query.double() * given.query_scale[..., layouts.SAGE_WARP.query.index(200), None]
+    key = given.key.double() * given.key_scale[..., layouts.SAGE_WARP.key.index(150), None]
+    ours = layouts.from_sage_warp(*given[:4], softmax_scale=-0.1, dtype=torch.float16)
+    wanted = sdpa_oracle(query, key, value, scale=-0.1, enable_gqa=True)[0]
+    assert relative_error(int8_attention(ours, value), wanted) < 0.01
+    block = layouts.to_sage_block(ours, requantize=True)
+    folded = layouts.from_sage_block(*block[:4], dtype=torch.float16)
+    assert relative_error(int8_attention(folded, value), wanted) < 0.02
+
+
+def test_scales_do_not_lose_a_gradient():
+    given = layouts.to_sage_block(quantize_qk(*draw()[:2], enable_gqa=True), requantize=True)
+    scale = given.query_scale.clone().requires_grad_()
+    with torch.enable_grad(), pytest.raises(ValueError, match="query_scale requires a gradient"):
+        layouts.from_sage_block(given.query, scale, *given[2:4], dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"key_scale": None}, "key_scale is of type NoneType; expected a tensor"),
+        ({"query": "q"}, "query is of type str; expected a tensor"),
+        ({"layout": None}, "layout is of type NoneType; expected a Layout"),
+        ({"head_dim": "64"}, "head_dim is '64'; expected 1 to 64"),
+        ({"kv_len": 1.5}, "kv_len is 1.5; expected 1 to"),
+    ],
+)
+def test_parts_of_a_quantised_pair_of_other_types(change, words):
+    quantized = quantize_qk(*draw()[:2], enable_gqa=True)
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(quantized, **change)

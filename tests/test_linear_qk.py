@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import pytest
 import torch
 
@@ -127,6 +128,11 @@ def test_the_plain_layer_and_grouped_heads():
         ({"x": None}, ("x is of type NoneType", "a tensor")),
         ({"group": 0}, ("group is 0", "at least 1")),
         ({"heads": 3}, ("heads is 3", "128")),
+        ({"heads": "2"}, ("heads is '2'", "128")),
+        ({"x": torch.zeros(1, 0, 64)}, ("x is [1, 0, 64]", "at least 1")),
+        ({"x": torch.zeros(1, 150, 64).double()}, ("x is float64", "int8, float16")),
+        ({"dtype": "half"}, ("dtype is 'half'", "float16")),
+        ({"bias": torch.zeros(128, requires_grad=True)}, ("bias requires a gradient", "no_grad")),
         ({"role": "value"}, ("role is 'value'", "'query' or 'key'")),
         ({"x_scale": torch.zeros(1, 150)}, ("x_scale is given", "not int8")),
         ({"x": torch.zeros(1, 150, 64, dtype=torch.int8)}, ("x_scale is None", "[1, 150]")),
@@ -167,12 +173,12 @@ def test_pairs_that_do_not_belong_together():
     assert quantize_qk(value, value).layout.rotation != pair.layout.rotation
 
 
-def test_scales_of_any_strides():
+def test_scales_of_any_strides_and_a_number_of_numpy():
     x = torch.randn(1, 70, 64, device=DEVICE).half()
     weight, scale = layer(128, 64)
     apart = torch.stack([scale, 9 * scale], 1)[:, 0]
     for role in ("query", "key"):
-        sides = [int8_linear_qk(x, weight, s, heads=2, role=role) for s in (scale, apart)]
+        sides = [int8_linear_qk(x, weight, s, heads=n, role=role) for s, n in ((scale, 2), (apart, numpy.int64(2)))]
         assert torch.equal(sides[0].values, sides[1].values)
         assert torch.equal(sides[0].scale, sides[1].scale)
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from sdpa_router import int8_attention
 from sdpa_router.kernels.int8_attention.configs import Config
 from sdpa_router.kernels.int8_attention.limits import interpreting
 from sdpa_router.kernels.int8_attention.quantize_value import quantize_value
@@ -83,3 +84,25 @@ def test_what_is_not_finite_becomes_nan_alone():
     value[0, 0, 5, 3], value[0, 0, 7, 2] = math.nan, -math.inf
     back = dequantised(quantize_value(value, None, Config(64, 64, 4, 2)), 100, 32, False)
     assert torch.equal(back.isnan(), ~value.isfinite())
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-33, 1e-31])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_tiny_values_are_no_zeros(size, sampled):
+    value = size * (1 + torch.rand(1, 1, 600, 64, device=DEVICE))
+    if not sampled:
+        value[:, :, ::2] = 0  # all that is looked at before the pass that rounds
+    back = dequantised(quantize_value(value.bfloat16(), None, Config(64, 64, 4, 2)), 600, 64, False)
+    assert ((back - value).abs() <= 1.1 * ROUNDING * value.abs()).all()
+
+
+@pytest.mark.parametrize("size", [6e4, 6.2e4, 6.4e4, 65504.0])
+def test_the_largest_float16_values_do_not_become_infinite(size):
+    """Rounded to e4m3 they would be 2^16, or that once their weight is rounded up too."""
+    query, key, value = (torch.randn(1, 2, n, 64, device=DEVICE).half() for n in (40, 200, 200))
+    query[..., 0], key[..., 0] = 30, 4 * key[..., 0]  # few keys a row
+    out = int8_attention(query, key, torch.full_like(value, size) * value.sign(), pv="fp8")
+    assert out.isfinite().all()
+    same = int8_attention(query, key, torch.full_like(value, size), pv="fp8")
+    assert same.isfinite().all()
+    assert ((same - size).abs() <= 2 * ROUNDING * size).all()

@@ -120,6 +120,10 @@ def test_buffers_are_filled():
     assert torch.equal(lse, int8_attention(query, key, value, return_lse=True)[1])
     with pytest.raises(ValueError, match="out is memory that value uses"):
         int8_attention(quantized, value, out=value[:, :, :70])
+    for name in ("query_scale", "lse_term"):
+        with pytest.raises(ValueError, match=f"lse is memory that {name} uses"):
+            int8_attention(quantized, value, lse=getattr(quantized, name))
+    assert torch.equal(int8_attention(quantized, value), out)
 
 
 def test_a_value_that_can_not_be_described_is_copied():
@@ -155,6 +159,7 @@ def test_under_compile_the_graph_breaks_and_the_answer_stays():
         ({"attn_mask": torch.ones(1, 1, 1, 131, dtype=torch.bool)}, ("attn_mask is another", "was quantised with")),
         ({"attn_mask": torch.zeros(1, 1, 1, 131)}, ("attn_mask is another float32", "was quantised with")),
         ({"return_lse": True}, ("return_lse is True", "lse=True")),
+        ({"lse": torch.zeros(1, 2, 70)}, ("lse is given", "lse=True")),
         ({"pv": "fp8"}, ("pv is fp8", "quantize_qk")),
         ({"out": torch.zeros(1, 2, 70, 63)}, ("out is", "[1, 2, 70, 64]")),
         ({"precision": "high"}, ("precision is high", "auto")),

@@ -278,6 +278,15 @@ def test_json_lines_at_the_first_sight_and_totals_at_exit(tmp_path):
     assert totals["routes"] == {"int8": 0, "sdpa": 3}
 
 
+def test_a_program_that_changes_its_folder_has_one_file(tmp_path):
+    (tmp_path / "inner").mkdir()
+    script = SCRIPT.replace("with sdpa", "import os; os.chdir('inner')\nwith sdpa")
+    environment = {"SDPA_ROUTER_JSONL": "calls.jsonl", "PATH": ""}
+    subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, check=True, timeout=120)
+    assert [json.loads(line)["event"] for line in (tmp_path / "calls.jsonl").open()] == ["first", "totals"]
+    assert not list((tmp_path / "inner").iterdir())
+
+
 def test_a_file_that_can_not_be_written_warns_once_and_disturbs_nothing(tmp_path):
     done = run_script(tmp_path / "no" / "folder")
     assert done.stderr.count("can't be written") == 1

@@ -19,9 +19,10 @@ import torch
 
 from sdpa_router import Code, cli, cost_files
 from sdpa_router.costs import Point, Size, Table
-from sdpa_router.record import summary
 from sdpa_router.report_page import mask_picture, page
 from sdpa_router.run_file import read_run
+from sdpa_router.run_writer import summary
+from sdpa_router.tune import recorded_shapes
 
 SCRIPT = """
 import torch, torch.nn.functional as F, sdpa_router
@@ -156,9 +157,48 @@ def test_a_run_that_is_cut_short_anywhere_is_read_up_to_there(run_file):
         assert not run.complete
     run_file.write_bytes(whole.rstrip())
     assert read_run(run_file).complete
-    run_file.write_bytes(b"".join([lines[0], lines[1][:50], b"\n", *lines[2:]]))
-    with pytest.raises(ValueError, match="line 2 of"):
-        read_run(run_file)
+
+
+def test_a_line_that_was_cut_is_skipped_with_one_warning(run_file):
+    lines = run_file.read_bytes().splitlines(keepends=True)
+    whole = read_run(run_file)
+    run_file.write_bytes(b"".join([lines[0], lines[1][:50], b"\n", *lines[1:]]))
+    with pytest.warns(UserWarning, match=r"line 2 of .*run.jsonl is no record of a call: .*; it is skipped$") as caught:
+        assert read_run(run_file).rows == whole.rows
+    assert len(caught) == 1
+    run_file.write_bytes(b"".join([lines[0], b"\0\0\n", b"[" * 10**5 + b"\n", lines[1][:50], b"\xc3\n", *lines[2:]]))
+    with pytest.warns(UserWarning, match=r"line 2 of .*; it is skipped and so are 2 more$") as caught:
+        assert [row.count for row in read_run(run_file).rows] == [120, 30, 50]
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="line 2"):
+        assert len(recorded_shapes(run_file)) == 3
+    command = [sys.executable, "-m", "sdpa_router", "report", str(run_file), "--text"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
+    assert re.fullmatch(r"sdpa-router: line 2 of [^\n]*skipped and so are 2 more\n", told)
+
+
+def test_whoever_appends_after_a_line_that_was_cut_begins_a_new_one(tmp_path):
+    path = tmp_path / "run.jsonl"
+    recorded(path)
+    path.write_bytes(path.read_bytes()[:-20])
+    recorded(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    recorded(path)
+    with pytest.warns(UserWarning, match=r"line \d+ of .*; it is skipped$"):
+        run = read_run(path)
+    assert not run.complete, "one process' totals were cut"
+    assert [row.count for row in run.rows] == [9, 3, 5]
+
+
+def test_processes_with_one_pid_are_told_apart(run_file):
+    """Those of containers, which all have pids of their own."""
+    lines = []
+    for began, count in ((1.5, 10), (2.5, 200)):
+        lines += [event(0, LONG, LONG, began=began), {**totals({"0": count}), "began": began}]
+    run_file.write_text("".join(json.dumps(line) + "\n" for line in (lines[0], lines[2], lines[1], lines[3])))
+    assert [row.count for row in read_run(run_file).rows] == [210]
+    run_file.write_text("".join(json.dumps(line) + "\n" for line in lines[:3]))
+    assert not read_run(run_file).complete
 
 
 def test_this_machines_costs_are_taken_where_the_gpu_is_the_same(run_file, monkeypatch):
@@ -206,7 +246,22 @@ def test_files_that_are_no_record_are_refused(tmp_path, capsys, text):
     assert not (tmp_path / "out.html").exists()
 
 
-VALUES = (None, True, -1, 5, 1e400, float("nan"), 10**400, "<script>", "\x1b[2J\udce9", [], {}, [None], {"a": None})
+VALUES = (
+    None,
+    True,
+    -1,
+    5,
+    1e299,
+    1e400,
+    float("nan"),
+    10**400,
+    "<script>",
+    "\x1b[2J\udce9\u202e",
+    [],
+    {},
+    [None],
+    {"a": None},
+)
 
 
 def _places(value, place=()):
@@ -248,7 +303,9 @@ def test_whatever_a_line_holds_it_is_shown_escaped_or_refused(tmp_path, capsys, 
             continue
         outcomes["shown"] += 1
         assert "<script" not in out.read_text(encoding="utf-8"), (place, value)
-        assert "\x1b" not in told.out + out.read_text(encoding="utf-8"), (place, value)
+        for text in (told.out, out.read_text(encoding="utf-8")):
+            assert not {"\x1b", "\u202e"} & {*text}, (place, value)
+            assert not re.search(r"\b(nan|inf)\b", text), (place, value)
     assert min(outcomes["refused"], outcomes["shown"]) > 5
 
 
@@ -276,6 +333,23 @@ def test_bad_arguments_are_refused(run_file, capsys):
             cli.main(arguments)
         assert stop.value.code == 2
         assert "accepted" in capsys.readouterr().err
+
+
+def test_a_stdout_of_few_characters_shows_others_as_question_marks(run_file):
+    run_file.write_text(json.dumps(event(0, LONG, LONG, backend="größe")) + "\n")
+    command = [sys.executable, "-m", "sdpa_router", "report", str(run_file), "--text"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    assert b"gr??e" in subprocess.run(command, env=environment, capture_output=True, check=True, timeout=120).stdout
+
+
+def test_a_file_that_can_not_be_read_is_no_trouble_with_writing(run_file, capsys, monkeypatch):
+    for name in (str(run_file), "a" * 5000 + ".jsonl", str(run_file.parent)):
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        for arguments in (["report", name, "--text"], ["tune", "--shapes", name]):
+            with pytest.raises(SystemExit) as stop:
+                cli.main(arguments)
+            assert stop.value.code == 2
+            assert "accepted: a file that exists and can be read" in capsys.readouterr().err
 
 
 def test_the_tables(run_file, capsys, monkeypatch):

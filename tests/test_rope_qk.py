@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -386,3 +387,14 @@ def test_what_the_kernel_cannot_answer():
     half = wide.half().requires_grad_()
     with pytest.raises(UnsupportedError, match="requires a gradient"):
         rms_rope_quantize(half, half, None, None, None, None, **GOOD)
+
+
+def test_numbers_of_numpy_are_numbers():
+    query, key = draw(1, 2, 9, 64), draw(1, 2, 9, 64)
+    tables = angles(9, 32)
+    made = [
+        rms_rope_quantize(query, key, None, None, *tables, interleaved=True, eps=eps, rotary_dim=rotary)
+        for eps, rotary in ((1e-6, 32), (numpy.float64(1e-6), numpy.int64(32)))
+    ]
+    assert torch.equal(made[0].query, made[1].query)
+    assert torch.equal(made[0].key, made[1].key)

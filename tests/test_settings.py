@@ -146,6 +146,7 @@ def test_backends_without_an_order_or_unknown_are_refused(backends):
     [
         *(("sage", "('sage',)"), ("INT8,torch", "('int8', 'torch')"), (("int8", "sagee"), "('int8', 'sage')")),
         *(("Fastest", "'fastest'"), (["fastest"], "'fastest'"), (("int8", "int8"), "('int8',)")),
+        (("fastest", "int8"), "'fastest'"),
     ],
 )
 def test_who_was_meant_is_said(given, meant):

@@ -107,16 +107,27 @@ def kernel_name(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", prec
 
 def why_portable(query: torch.Tensor, value: torch.Tensor, pv: str = "auto", precision: str = "auto") -> str | None:
     """Why a call on these tensors gets the portable kernel and not the one for Hopper; None if it gets that."""
-    arch = arch_of(query.device)
+    why = why_portable_on(query.device, query.shape[3])
+    return _NOT_DESCRIBABLE if why is None and pv != "fp8" and not describable(value) else why
+
+
+def why_portable_on(device: torch.device, head_dim: int) -> str | None:
+    """Why calls on `device` get the portable kernel, whatever their values lie like; None if they don't."""
+    arch = arch_of(device)
     if arch != 90:
         return f"the Hopper kernel needs sm_90, and this is {f'sm_{arch}' if isinstance(arch, int) else arch}"
-    if value_columns(query.shape[3]) not in HOPPER_GLUON:
-        return f"head_dim {query.shape[3]} is not over 32"
-    if pv != "fp8" and not describable(value):
-        return "TMA takes values whose base and strides are whole 16 bytes, and no stride of 0"
+    if value_columns(head_dim) not in HOPPER_GLUON:
+        return f"head_dim {head_dim} is not over 32"
     return hopper_unavailable()
 
 
+def why_portable_by_metadata(query: torch.Tensor, value: torch.Tensor, pv: str) -> str | None:
+    """What why_portable() says of tensors whose values lie at a multiple of 16 bytes: it reads no address."""
+    why = why_portable_on(query.device, query.shape[3])
+    return _NOT_DESCRIBABLE if why is None and pv != "fp8" and not _strides_describable(value) else why
+
+
+_NOT_DESCRIBABLE = "TMA takes values whose base and strides are whole 16 bytes, and no stride of 0"
 _failures: list[str] = []  # why the kernel for Hopper did not compile, once it has not
 
 
@@ -136,15 +147,17 @@ def give_up_hopper(error: Exception) -> str:
 def _hopper_not_importable() -> str | None:
     try:
         from . import hopper  # noqa: F401
-    except (ImportError, AttributeError, TypeError) as error:
-        return f"this Triton has no Gluon that hopper.py knows: {error}"
+    except Exception as error:  # whatever a Triton says whose Gluon is another one
+        return f"this Triton has no Gluon that hopper.py knows: {type(error).__name__}: {error}"
     return None
 
 
 def describable(value: torch.Tensor) -> bool:
     """Whether a TMA descriptor can be made on the view: base and strides in whole 16 bytes, no stride of 0."""
-    if value.data_ptr() % 16 or not _descriptors():
-        return False
+    return value.data_ptr() % 16 == 0 and _descriptors() and _strides_describable(value)
+
+
+def _strides_describable(value: torch.Tensor) -> bool:
     return all(stride > 0 and stride * value.element_size() % 16 == 0 for stride in value.stride()[:3])
 
 

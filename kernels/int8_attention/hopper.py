@@ -153,6 +153,15 @@ def blocks(config: Config, head_dim: int, fp8: bool, high: bool) -> dict[str, li
     }
 
 
+def limit_of(dtype: torch.dtype, biased: bool) -> float:
+    """The bound up to which rows need no maximum for values of `dtype`; -1 where all need one.
+
+    Under a bias a key with the largest one may score -BOUND, and thousands of others, each too small for float16 then,
+    count as much as that key.
+    """
+    return -1.0 if biased and dtype == torch.float16 else BOUND[dtype]
+
+
 def attention(
     quantized: Quantized,
     value: torch.Tensor | QuantizedValue,
@@ -196,7 +205,8 @@ def attention(
         out, lse if lse is not None else unused,
         q_len, kv_len, padded_len // config.block_n, heads, heads // kv_heads,
         *out.stride()[:3], *(lse.stride() if lse is not None else (0, 0, 0)),
-        *(row_strides(bias) if bias is not None else (0, 0)), -1.0 if online else BOUND[values.dtype],
+        *(row_strides(bias) if bias is not None else (0, 0)),
+        -1.0 if online else limit_of(values.dtype, bias is not None),
         T=traits(
             config, head_dim, fp8=fp8, high=high, has_bias=bias is not None, has_lse=lse is not None, causal=is_causal,
             tail=bias is None and kv_len % config.block_n != 0,

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .configs import config_of, give_up_hopper
-from .launch import recall, remember, replay
+from .launch import forget, recall, remember, replay
 from .plan import Plan
 
 _LOG = logging.getLogger("sdpa_router.dispatch")
@@ -33,6 +33,10 @@ _LIBRARY.define(
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _DEVICES = ("CUDA", "CPU")  # of which the CPU is reached with Triton's interpreter only
+# What Python raises where a function, an argument or an attribute is no longer what a kernel was written for.
+_OF_ANOTHER_API = (
+    *(TypeError, AttributeError, ImportError, LookupError, ValueError, AssertionError, NotImplementedError),
+)
 _NO_LSE = torch.empty(0)  # beside the output of a call that wants none: an allocation takes 6 us
 
 
@@ -181,11 +185,24 @@ def _empty_out(query: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, tor
     return _empty(query), lse
 
 
-def _compile_errors() -> tuple[type[Exception], ...]:
+def triton_refuses(error: Exception) -> bool:
+    """Whether `error` says that this Triton can't make a kernel: it does not compile it, or its API is another one."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    return CompilationError, OutOfResources, PTXASError
+    if type(error) is RuntimeError:  # a pass of the compiler; those of CUDA, and of torch's memory, are no such refusal
+        return "PassManager" in str(error)
+    return isinstance(error, (CompilationError, OutOfResources, PTXASError, *_OF_ANOTHER_API))
+
+
+def use_portable(error: Exception) -> None:
+    """Answer with the portable kernel from now on, because of `error`, and say so."""
+    from ...record import judge_anew
+
+    _LOG.warning("the portable int8 kernel from now on: %s", give_up_hopper(error))
+    # What was decided and launched before is of the other kernel: why it answers, when it pays, and its answers.
+    judge_anew()
+    forget()
 
 
 def _int8_attention_out(
@@ -210,10 +227,10 @@ def _int8_attention_out(
     with torch.cuda.device_of(query):  # Triton launches on the current device
         try:
             return replay(numbers, tensors, run)
-        except _compile_errors() as error:
-            if not config_of(query, value, pv, precision).gluon:
+        except Exception as error:
+            if not (config_of(query, value, pv, precision).gluon and triton_refuses(error)):
                 raise
-            _LOG.warning("the portable int8 kernel from now on: %s", give_up_hopper(error))
+            use_portable(error)
             return replay(numbers, tensors, run)
 
 

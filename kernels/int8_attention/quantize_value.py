@@ -68,16 +68,20 @@ def _finite(x):
 
 
 @triton.jit
-def _or_nan(x):
-    """x, and NaN for infinity, which e4m3 has not."""
-    return x + x * 0.0
+def _held(x, HALF: tl.constexpr):
+    """x, and NaN for infinity, which e4m3 has not.  HALF: of float16 what P @ V in e4m3 can't take past 65504."""
+    x += x * 0.0
+    if HALF:
+        # e4m3 rounds a weight and a value by up to 1/16 each: larger ones would become 2^16, or that by their weight.
+        x = tl.where(x > 61440.0, 61440.0, tl.where(x < -61440.0, -61440.0, x))
+    return x
 
 
 @triton.jit
 def _scales(peak):
     """Powers of two: a channel's scale and its inverse, 0 for one that is 0."""
-    some = peak > 1e-30
-    exponent = tl.where(some, (peak.to(tl.int32, bitcast=True) >> 23) - (127 + _ROOM), 0)
+    some = peak > 0
+    exponent = tl.where(some, tl.maximum((peak.to(tl.int32, bitcast=True) >> 23) - (127 + _ROOM), -126), 0)
     scale = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
     inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     return tl.where(some, scale, 0.0), tl.where(some, inverse, 0.0)
@@ -148,13 +152,13 @@ def _quantize_value(
     largest = tl.zeros([OWN, DP], tl.float32)
     for step in range(first, tl.minimum(first + STEPS, steps)):
         x = _step(V, BIAS, step, N, bias_rows, s_n, s_bias_h * NP, D, DP, ROWS, HAS_BIAS, PERMUTED)
-        x = _or_nan(x)
+        x = _held(x, V.dtype.element_ty == tl.float16)
         _write(x, inverse, Y, NP, step, DP, ROWS, INTERPRETED)
         # A GPU's maximum is the other number where one is NaN.
         size = _finite(x) if INTERPRETED else tl.abs(x)
         largest = tl.maximum(largest, tl.max(size.reshape([ROWS // OWN, OWN, DP]), 0))
     peak = tl.max(largest, 0)
-    over = peak > tl.maximum(scale * 448.0, 1e-30)
+    over = peak > scale * 448.0
     tl.atomic_max(OVER + head * DP + tl.arange(0, DP), peak.to(tl.int32, bitcast=True), mask=over, sem="relaxed")
 
 
@@ -181,7 +185,7 @@ def _finish_value(
         Y += head.to(tl.int64) * DP * NP
         for step in range(part, steps, tl.num_programs(0)):
             x = _step(V, BIAS, step, N, bias_rows, s_n, s_bias_h * NP, D, DP, ROWS, HAS_BIAS, PERMUTED)
-            _write(_or_nan(x), inverse, Y, NP, step, DP, ROWS, INTERPRETED)
+            _write(_held(x, V.dtype.element_ty == tl.float16), inverse, Y, NP, step, DP, ROWS, INTERPRETED)
 
 
 def quantize_value(value: torch.Tensor, bias: torch.Tensor | None, config: Config) -> QuantizedValue:

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..int8_attention.bias import row_strides
 from ..int8_attention.configs import Config, padded_head_dim
-from ..int8_attention.hopper import BOUND, _describe
+from ..int8_attention.hopper import _describe, limit_of
 from ..int8_attention.hopper_parts import _AS_FLOAT_BITS, _accumulator, _scores
 from ..int8_attention.hopper_ring import _barriers
 from ..int8_attention.hopper_rows import _bound, _write
@@ -316,7 +316,8 @@ def attention(
         q_len, kv_len, quantized.key.shape[2] // TILE, heads, heads // kv_heads, lists.tiles.shape[1], lists.step_b,
         lists.step_h, 0 if bias is None else bias.shape[2], lists.anchors,
         *out.stride()[:3], *(lse.stride() if lse is not None else (0, 0, 0)),
-        *((0, 0) if bias is None else row_strides(bias)), *steps, BOUND[value.dtype],
+        *((0, 0) if bias is None else row_strides(bias)), *steps,
+        limit_of(value.dtype, bias is not None or kind not in (_KINDS[None], _KINDS[torch.bool])),
         T=traits(
             config, head_dim, kind, has_bias=bias is not None, has_table=lists.bias_rows is not None,
             has_floor=lists.floor is not None, has_lse=lse is not None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..int8_attention.configs import Config
-from ..int8_attention.op import _compile_errors, _empty_out, _without_gradient
+from ..int8_attention.op import _empty_out, _without_gradient, triton_refuses
 from .configs import config_of, give_up_hopper, heads_at_a_time
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def _into(
     with torch.cuda.device_of(query):  # Triton launches on the current device
         try:
             replay(numbers, (*tensors(), out, lse), run)
-        except _compile_errors() as error:
-            if not config_of(query, value, mask).gluon:
+        except Exception as error:
+            if not (config_of(query, value, mask).gluon and triton_refuses(error)):
                 raise
             _LOG.warning("the portable sparse kernel from now on: %s", give_up_hopper(error))
             replay(numbers, (*tensors(), out, lse), run)

@@ -16,6 +16,7 @@ import torch
 
 from .. import scalars
 from ..decision import Code, MaskKind, Reason
+from ..forks import free_after_fork
 
 if TYPE_CHECKING:
     from ..call import Call
@@ -112,7 +113,7 @@ TORCH = "torch"
 _RESERVED = ("sdpa", "fastest")
 _loaded: dict[str, Backend] = {}
 _registered: dict[str, Backend] = {}
-_lock = threading.Lock()
+_lock = free_after_fork(threading.Lock())
 
 
 def backend_names() -> tuple[str, ...]:

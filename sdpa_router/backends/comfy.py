@@ -15,13 +15,14 @@ from ..decide import call_against
 from ..decision import Code, MaskKind, Reason
 from ..mask import key_view
 from ..settings import Settings
-from .base import Backend, BackendLimits, mask_blind
-from .peers import EntryPoint, entry_point, on_gpu, softmax_scale, spoil, uneven_strides
+from .base import Backend, BackendLimits, mask_blind, said
+from .peers import EntryPoint, entry_point, missing, on_gpu, softmax_scale, spoil, uneven_strides
 
 LIMITS = BackendLimits(masks=(MaskKind.PER_KEY,), causal="none", positive_scale=True, blind=True, error=0.02)
 _NEEDS = ("q", "k", "v", "scale", "attn_mask")
 _MIN_CAPABILITY = (7, 5)
 _MIN_DRIVER = 13000
+_PACKAGE = "comfy-kitchen with its CUDA extension"
 # Heads of these sizes are read in place, by rows of 4 elements; others are padded into a copy.
 _IN_PLACE = (64, 128, 256)
 _ABSORBS = 2.0**24
@@ -44,21 +45,24 @@ def _driver() -> int | None:
 
 
 def _unavailable(device: torch.device) -> Reason | None:
-    missing = on_gpu(device, _MIN_CAPABILITY)
-    if missing is not None:
-        return missing
-    if _found().function is None:
-        return Reason(Code.PACKAGE, _found().why, "comfy-kitchen with its CUDA extension")
+    elsewhere = on_gpu(device, _MIN_CAPABILITY)
+    if elsewhere is not None or _found().function is None:
+        return elsewhere
     driver = _driver()
     if driver is not None and driver < _MIN_DRIVER:
         return Reason(Code.DRIVER, f"{driver // 1000}.{driver % 1000 // 10}", "13.0 or newer")
     available = entry_point("comfy_kitchen", "int8_attention_is_available", ())
-    if available.function is not None and not available.function(device):
-        return Reason(Code.PACKAGE, "comfy_kitchen says that its extension does not run here", "one that does")
-    return None
+    try:
+        if available.function is None or available.function(device):
+            return None
+        why = "comfy_kitchen says that its extension does not run here"
+    except Exception as error:  # as when it is imported
+        why = f"comfy_kitchen can't be used: {said(error)}"
+    return Reason(Code.PACKAGE, why, _PACKAGE)
 
 
 def _reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
+    yield from missing(call, _found, _PACKAGE)
     yield from call_against(call, LIMITS, _unavailable)
     yield from mask_blind(call, LIMITS, settings)
     if is_regular(call) and call.query.shape[3] in _IN_PLACE:

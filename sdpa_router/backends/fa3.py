@@ -13,7 +13,7 @@ from ..decide import call_against
 from ..decision import Code, Reason
 from ..settings import Settings
 from .base import Backend, BackendLimits
-from .peers import EntryPoint, entry_point, on_gpu, softmax_scale, uneven_strides
+from .peers import EntryPoint, entry_point, missing, on_gpu, softmax_scale, uneven_strides
 
 # Its causal mask is aligned bottom right; scores are scaled after their maximum was taken, so the scale is positive.
 LIMITS = BackendLimits(causal="square", positive_scale=True, lse=True, error=0.005)
@@ -25,7 +25,9 @@ _ALIGNMENT = 8
 
 def _found() -> EntryPoint:
     found = [entry_point(module, "flash_attn_func", _NEEDS) for module in _MODULES]
-    return next((point for point in found if point.function), found[0])
+    return next(
+        (point for point in found if point.function), next((point for point in found if point.installed), found[0])
+    )
 
 
 @functools.cache
@@ -41,13 +43,11 @@ def _build_flags() -> Mapping[str, bool]:
 
 
 def _unavailable(device: torch.device) -> Reason | None:
-    missing = on_gpu(device, (9, 0), ((9, 0),))
-    if missing is None and _found().function is None:
-        return Reason(Code.PACKAGE, _found().why, "FlashAttention-3, such as PyPI's fa3-fwd")
-    return missing
+    return on_gpu(device, (9, 0), ((9, 0),))
 
 
 def _reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
+    yield from missing(call, _found, "FlashAttention-3, such as PyPI's fa3-fwd")
     yield from call_against(call, LIMITS, _unavailable)
     if not is_regular(call):
         return

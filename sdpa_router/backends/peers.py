@@ -12,17 +12,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call import Call
+from ..call import Call, is_plain
 from ..decision import Code, Reason
 from .base import said
 
 
 class EntryPoint(NamedTuple):
-    """A function of another package with the names of its parameters, or None and why there is none."""
+    """A function of another package with the names of its parameters, or None and why there is none.
+
+    installed: whether there is something that could be repaired.
+    """
 
     function: Callable[..., Any] | None
     parameters: frozenset[str] = frozenset()
     why: str = ""
+    installed: bool = True
 
 
 @functools.cache
@@ -33,7 +37,7 @@ def entry_point(module: str, name: str, needs: tuple[str, ...]) -> EntryPoint:
     """
     try:
         if sys.modules.get(module) is None and importlib.util.find_spec(module) is None:
-            return EntryPoint(None, why=f"{module} is not installed")
+            return EntryPoint(None, why=f"{module} is not installed", installed=False)
         function = getattr(importlib.import_module(module), name)
         parameters = frozenset(inspect.signature(function).parameters)
     except (Exception, SystemExit) as error:  # importing somebody's package may raise anything: it becomes the reason
@@ -43,12 +47,18 @@ def entry_point(module: str, name: str, needs: tuple[str, ...]) -> EntryPoint:
     return EntryPoint(function, parameters)
 
 
+def missing(call: Call, find: Callable[[], EntryPoint], needs: str) -> Iterator[Reason]:
+    """Yield the reason that there is no such package, or a broken one, whatever else is against it on this device."""
+    if is_plain(call) and call.query.device.type != "meta" and find().function is None:
+        yield Reason(Code.PACKAGE, find().why, needs)
+
+
 def on_gpu(device: torch.device, least: tuple[int, int], only: tuple[tuple[int, int], ...] = ()) -> Reason | None:
     """Return the reason why `device` is no CUDA GPU of capability `least` or newer, or of one in `only`."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return Reason(Code.DEVICE, f"{device.type} tensors", "CUDA tensors, on a GPU that torch can use")
     if torch.version.hip:
-        return Reason(Code.DEVICE, "a ROCm GPU", "a CUDA GPU")
+        return Reason(Code.CAPABILITY, "a ROCm one", "CUDA GPUs")
     capability = torch.cuda.get_device_capability(device)
     if capability < least or (only and capability not in only):
         accepted = ", ".join(map(_sm, only)) if only else f"{_sm(least)} or newer"

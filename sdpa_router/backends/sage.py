@@ -16,7 +16,7 @@ from ..decide import call_against
 from ..decision import Code, Reason
 from ..settings import Settings
 from .base import Backend, BackendLimits
-from .peers import EntryPoint, entry_point, heads_last, on_gpu, softmax_scale, spoil, too_many_elements
+from .peers import EntryPoint, entry_point, heads_last, missing, on_gpu, softmax_scale, spoil, too_many_elements
 
 # error: 0.0138 measured of 1.0.6, 0.039 of 2.2 on Hopper, whose P @ V is in e4m3.
 LIMITS = BackendLimits(max_head_dim=128, causal="square", positive_scale=True, error=0.045)
@@ -38,12 +38,11 @@ def _is_first() -> bool:
 
 
 def _unavailable(device: torch.device) -> Reason | None:
-    if _found().function is None:
-        return on_gpu(device, (8, 0)) or Reason(Code.PACKAGE, _found().why, "sageattention")
     return on_gpu(device, (8, 0), () if _is_first() else _CAPABILITIES_2)
 
 
 def _reasons_against(call: Call, settings: Settings) -> Iterator[Reason]:
+    yield from missing(call, _found, "sageattention")
     yield from call_against(call, LIMITS, _unavailable)
     if not is_regular(call):
         return

@@ -33,6 +33,10 @@ def _reasons_against(chosen: SDPBackend, call: Call, settings: Settings) -> Iter
     if not is_regular(call):
         yield Reason(Code.RANK, "other than four", "plain tensors of four")
         return
+    if call.query.device.type == "meta":  # by shape alone: torch's checks ask the GPU
+        if chosen is SDPBackend.FLASH_ATTENTION and call.attn_mask is not None:
+            yield Reason(Code.MASK, call.attn_mask.shape, "none")
+        return
     if call.query.device.type != "cuda" or not torch.cuda.is_available():
         yield Reason(Code.DEVICE, f"{call.query.device.type} tensors", "CUDA tensors, on a GPU that torch can use")
         return

@@ -12,6 +12,8 @@ import torch
 from ..api import int8_attention
 from ..choose import choose
 from ..decide import Call
+from ..dispatch import under_foreign_mode
+from ..entry import unseen_by_kernels
 from ..record import sight
 from ..rope_qk import rms_rope_quantize
 from ..settings import OFF, active_name, settings_of
@@ -25,6 +27,14 @@ class FusedProcessor:
 
     def __init__(self, plain: Any) -> None:
         self.plain = plain
+
+    # diffusers looks the class up (hooks that skip layers), and makes new processors of it (IP adapters of Flux).
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.plain)
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        return type(self), (self.plain,)
 
     @property
     def _attention_backend(self) -> Any:
@@ -65,11 +75,24 @@ class FusedProcessor:
         return ("norm_q", "norm_k")
 
     def answers(
-        self, attn: Any, hidden_states: torch.Tensor, head_dim: int, lengths: tuple[int, int], mask: torch.Tensor | None
+        self,
+        attn: Any,
+        given: tuple[torch.Tensor | None, ...],
+        head_dim: int,
+        lengths: tuple[int, int],
+        mask: torch.Tensor | None,
     ) -> bool:
-        """Whether the router has this call, decided as for the plain one and before anything is computed for it."""
+        """Whether the router has this call, decided as for the plain one and before anything is computed for it.
+
+        given: the hidden states, and what else query and key come from.
+        """
         name = active_name()
         if torch.compiler.is_compiling() or name == OFF or (mask is not None and mask.dim() != 4):
+            return False
+        tensors = [tensor for tensor in given if tensor is not None]
+        hidden_states = tensors[0]
+        # A mode may answer in the place of SDPA, which is not called here.
+        if under_foreign_mode() or unseen_by_kernels(*tensors):
             return False
         if self.plain._attention_backend is not None or self.plain._parallel_config is not None:
             return False
@@ -79,7 +102,7 @@ class FusedProcessor:
         # A skip may read the tensors, and there are none yet; another backend may answer where int8 raises.
         if settings.skip is not None or settings.on_error != "raise" or self.why_not(attn) is not None:
             return False
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or any(p.requires_grad for p in attn.parameters())):
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *attn.parameters())):
             return False
         return _routed(name, hidden_states, attn.heads, head_dim, lengths, mask)
 

@@ -34,7 +34,8 @@ class FusedWan(FusedProcessor):
         """Attend as WanAttnProcessor does."""
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         lengths = (hidden_states.shape[1], source.shape[1])
-        if not self.answers(attn, hidden_states, attn.inner_dim // attn.heads, lengths, attention_mask):
+        given = (hidden_states, encoder_hidden_states, *(rotary_emb or ()))
+        if not self.answers(attn, given, attn.inner_dim // attn.heads, lengths, attention_mask):
             return self.plain(  # type: ignore[no-any-return]
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
             )
@@ -66,8 +67,9 @@ class FusedFlux(FusedProcessor):
         joint = encoder_hidden_states is not None
         text_len = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         length = text_len + hidden_states.shape[1]
+        given = (hidden_states, encoder_hidden_states, *(image_rotary_emb or ()))
         if joint != (attn.added_kv_proj_dim is not None) or not self.answers(
-            attn, hidden_states, attn.head_dim, (length, length), attention_mask
+            attn, given, attn.head_dim, (length, length), attention_mask
         ):
             return self.plain(  # type: ignore[no-any-return]
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
@@ -116,7 +118,8 @@ class FusedQwenImage(FusedProcessor):
                 return self.plain(attn, hidden_states, *given)  # type: ignore[no-any-return]
             image = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
             mask = torch.cat([encoder_hidden_states_mask, image], 1)[:, None, None]
-        if not self.answers(attn, hidden_states, attn.inner_dim // attn.heads, (length, length), mask):
+        sources = (hidden_states, encoder_hidden_states, *(image_rotary_emb or ()))
+        if not self.answers(attn, sources, attn.inner_dim // attn.heads, (length, length), mask):
             return self.plain(attn, hidden_states, *given)  # type: ignore[no-any-return]
         angles = None
         if image_rotary_emb is not None:
@@ -157,7 +160,8 @@ class FusedLTX(FusedProcessor):
         # Rotated keys of another length fail in the plain one, and with its words.
         rotates_others = image_rotary_emb is not None and kv_len != hidden_states.shape[1]
         lengths = (hidden_states.shape[1], kv_len)
-        if rotates_others or not self.answers(attn, hidden_states, attn.head_dim, lengths, mask):
+        given = (hidden_states, encoder_hidden_states, *(image_rotary_emb or ()))
+        if rotates_others or not self.answers(attn, given, attn.head_dim, lengths, mask):
             return self.plain(  # type: ignore[no-any-return]
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
