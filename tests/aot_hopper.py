@@ -25,6 +25,7 @@ VARIANTS = (
     (64, "bf16", ("HAS_LSE", "CAUSAL")),
     (96, "fp16", ("TAIL",)),
     (128, "bf16", ()),
+    (128, "bf16", ("HAS_LSE",)),
     (128, "bf16", ("HAS_BIAS", "HAS_LSE")),
     (128, "bf16", ("HIGH",)),
     (128, "fp8e4nv", ("HAS_BIAS", "TAIL")),
@@ -106,6 +107,14 @@ def overwritten(body: list[str]) -> list[str]:
     return found
 
 
+def moves_behind_the_wait(body: list[str]) -> int:
+    """Registers that scores start from which are written once keys are there, where the products wait for them."""
+    wait = next(i for i, text in enumerate(body) if "TRYWAIT" in text)
+    there = next(i for i, text in enumerate(body) if i > wait and re.search(r"\bBRA\b", text))
+    start = next(i for i, text in enumerate(body) if text.startswith("IGMMA"))
+    return sum("0x4b400000" in text for text in body[there:start])
+
+
 def facts(compiled, consumers: int) -> dict[str, object]:
     sass, spills = cuda_facts(compiled.asm["cubin"])
     bodies = loops(sass)
@@ -116,6 +125,7 @@ def facts(compiled, consumers: int) -> dict[str, object]:
         "instructions": sorted(set(re.findall(r"\b(IGMMA|HGMMA|QGMMA|UTMALDG|USETMAXREG)\b", sass))),
         "under_product": min(under_product(body) for body in bodies[:consumers]),
         "overwritten": [text for body in bodies[: 2 * consumers] for text in overwritten(body)],
+        "behind_wait": max(moves_behind_the_wait(body) for body in bodies[: 2 * consumers]),
         "spills_in_loop": max(len(re.findall(r"\b(?:LDL|STL)\b", " ".join(body))) for body in bodies[:consumers]),
         "bounded": len(bodies[0]),
         "online": len(bodies[consumers]),

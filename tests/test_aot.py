@@ -45,14 +45,14 @@ def test_every_kernel_takes_strides_of_1_and_past_32_bits():
 # Instructions a key tile of the bounded and of the online loop, as Triton 3.6 and 3.7 compile them.
 RECORDED = {
     "D64 bf16": (208, 276), "D64 bf16 HAS_LSE CAUSAL": (474, 620), "D96 fp16 TAIL": (385, 499),
-    "D128 bf16": (367, 497), "D128 bf16 HAS_BIAS HAS_LSE": (382, 588), "D128 bf16 HIGH": (442, 648),
-    "D128 fp8e4nv": (522, 567), "D128 fp8e4nv HAS_BIAS TAIL": (614, 649), "D96 fp8e4nv HAS_LSE": (512, 555),
-    "D256 bf16 HAS_BIAS": (228, 434),
+    "D128 bf16": (367, 497), "D128 bf16 HAS_LSE": (356, 486), "D128 bf16 HAS_BIAS HAS_LSE": (382, 588),
+    "D128 bf16 HIGH": (442, 648), "D128 fp8e4nv": (328, 355), "D128 fp8e4nv HAS_BIAS TAIL": (379, 400),
+    "D96 fp8e4nv HAS_LSE": (502, 551), "D256 bf16 HAS_BIAS": (233, 440),
 }  # fmt: skip
 # The most that later ones may need: what Triton 3.9 gave, + 5 %.
 ISSUE_SLOTS = {
     "D64": (510, 665), "D96 fp8e4nv": (616, 690), "D96": (520, 637), "D128 bf16": (514, 727),
-    "D128 fp8e4nv": (701, 767), "D256": (271, 487),
+    "D128 fp8e4nv": (400, 430), "D256": (271, 487),
 }  # fmt: skip
 
 
@@ -67,12 +67,13 @@ def test_the_hopper_kernel_keeps_its_schedule():
             bounded, online = (1.05 * slots for slots in RECORDED[row["variant"]])
         product = "QGMMA" if "fp8" in row["variant"] else "HGMMA"
         assert row["instructions"] == sorted([product, "IGMMA", "USETMAXREG", "UTMALDG"]), row
-        # Of Triton 3.6 and 3.7 bounded loops spill nothing; beside them, four causal warpgroups do.
-        few = 180 if "CAUSAL" in row["variant"] else 24
+        # Of Triton 3.6 and 3.7 loops spill nothing; beside them four causal warpgroups do, and three with an e4m3 bias.
+        few = 180 if "CAUSAL" in row["variant"] else 96 if "fp8e4nv HAS_BIAS" in row["variant"] else 24
         assert row["spills"] <= (few if measured else 480), row
         assert row["spills_in_loop"] <= (0 if measured else 12), row
         assert row["shared"] <= 232_448, row
         assert row["under_product"] >= 0.9, row
         assert row["overwritten"] == [], row
+        assert row["behind_wait"] == 0 or not (measured and row["variant"].startswith("D128 bf16")), row
         assert row["bounded"] <= bounded, row
         assert row["online"] <= online, row

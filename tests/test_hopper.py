@@ -17,6 +17,7 @@ pytestmark = [
     ),
 ]
 NARROW = {"block_n": 64, "num_stages": 4}
+TWO = {"block_m": 128, "block_n": 128, "num_stages": 5, "turns": 1, "as_float": 0}
 WIDE = {"block_m": 128, "block_n": 128, "num_stages": 3}
 VARIANTS = [
     (64, {}), (64, WIDE), (64, {"block_m": 64, **NARROW}), (64, {"block_m": 192, **NARROW}),
@@ -24,8 +25,8 @@ VARIANTS = [
     (64, {"turns": 1}), (96, {"as_float": 0}), (96, {"turns": 1}), (128, {"turns": 1}),
 ]  # fmt: skip
 FP8 = [
-    (64, {}), (64, WIDE), (96, {}), (128, {}), (128, {"polynomial": 2}), (128, {"turns": 0}), (128, {"as_float": 1}),
-    (256, {}),
+    (64, {}), (64, WIDE), (96, {}), (128, {}), (128, {"as_float": 0}),
+    (256, {}), (128, {"turns": 1}), (128, TWO), (128, TWO | {"polynomial": 2}), (128, {"polynomial": 4}),
 ]  # fmt: skip
 
 
@@ -107,18 +108,39 @@ def test_weights_in_e4m3_round_alike_with_and_without_a_running_maximum(head_dim
     assert relative_error(bounded, running) < 5e-3
 
 
+@pytest.mark.parametrize("changes", [{}, TWO])
 @pytest.mark.parametrize("direction", [1, -1])
 @pytest.mark.parametrize("reach", [4.0, 18.0, 60.0])
-def test_weights_in_e4m3_follow_scores_that_rise_or_fall_along_the_keys(reach, direction):
+def test_weights_in_e4m3_follow_scores_that_rise_or_fall_along_the_keys(reach, direction, changes):
     """The range of e4m3 holds 18 (log2): rows are lowered as their scores rise; over the bound a maximum is kept."""
     query, key, value = draw(2, 2, 128, 2000, 128)
     along = torch.nn.functional.normalize(torch.randn(128, device="cuda"), dim=0)
     key += direction * torch.linspace(-reach, reach, 2000, device="cuda")[:, None].bfloat16() * along.bfloat16()
     query += 11.3 * along.bfloat16()
-    exact, exact_lse = run(query, key, value, changes={})
-    out, lse = run(query, key, value, changes={}, fp8=True)
+    # Of keys quantised alike.
+    exact, exact_lse = run(query, key, value, changes={"block_n": hopper_config(128, True)._replace(**changes).block_n})
+    out, lse = run(query, key, value, changes=changes, fp8=True)
     assert relative_error(out, exact) < 0.05
     assert (lse - exact_lse).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize(("fp8", "high"), [(False, False), (True, False), (False, True), (True, True)])
+def test_tiles_of_one_bias_beside_tiles_of_several(fp8, high, online):
+    """All of one, all of several, and both: in the middle, first and last, and where a part of a tile is masked."""
+    query, key, value = draw(4, 2, 200, 1024, 128)
+    bias = torch.zeros(2, 4, 1, 1024, device="cuda")
+    bias[0, 1, :, 130:330] = -torch.rand(200, device="cuda") * 9
+    bias[0, 2, :, 512:] = -4.0
+    bias[0, 3] = torch.randn(1024, device="cuda")
+    bias[1, 0, :, 384:520] = -math.inf
+    bias[1, 1] += 3.0
+    bias[1, 2, :, :100] = torch.randn(100, device="cuda")
+    bias[1, 3, :, 960:] = torch.randn(64, device="cuda")
+    out, lse = run(query, key, value, bias, changes={}, fp8=fp8, high=high, online=online)
+    exact, exact_lse = sdpa_oracle(query, key, value, bias, enable_gqa=True)
+    assert relative_error(out, exact) < (0.045 if fp8 else 0.0135)
+    assert (lse - exact_lse).abs().max() < 0.06
 
 
 def test_keys_under_a_heavy_bias_first_leave_room_for_the_others():

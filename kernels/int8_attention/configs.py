@@ -44,8 +44,8 @@ HOPPER_GLUON = {
 HOPPER_FP8 = {
     64: Config(256, 64, 4, 6, True, True),
     96: Config(128, 128, 4, 4, True, True),
-    128: Config(128, 128, 4, 5, True, True, turns=1),
-    256: Config(128, 64, 4, 3, True, True),
+    128: Config(192, 64, 4, 6, True, True, as_float=1),
+    256: Config(128, 64, 4, 3, True, True, as_float=1),
 }
 _HOPPER_POINTERS = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 64, 8, 2)}
 _CDNA = {64: Config(128, 64, 8, 1), 128: Config(128, 32, 8, 1), 256: Config(64, 32, 8, 1)}

@@ -80,7 +80,28 @@ def _exp2(x, T: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASKED: gl.constexpr, ONLINE: gl.constexpr):
+def _of_keys(q_scale, k_scale, bias, T: gl.constexpr):
+    """What the scores of a tile are multiplied by, and its bias (0 without one), for what each thread holds of them.
+
+    The scale is that of rows and keys [BM, 4], or, if HIGH, of keys [1, BN / 8, 4, 2], as the bias.
+    """
+    S: gl.constexpr = _accumulator(T.BN, 8)
+    E: gl.constexpr = gl.full([T.BM, T.BN], 0, gl.int32, layout=S).reshape([T.BM, T.BN // 8, 4, 2]).type.layout
+    G: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, E))
+    if T.HIGH:
+        scale = _by_key(k_scale, S, E, T.BN)
+    else:
+        scale = gl.expand_dims(gl.convert_layout(q_scale, gl.SliceLayout(1, G)), 1) * gl.expand_dims(
+            k_scale.slice(0, 4).load(gl.SliceLayout(0, G)), 0
+        )
+    added = 0.0
+    if T.HAS_BIAS:
+        added = _by_key(bias, S, E, T.BN)
+    return scale, added
+
+
+@gluon.jit
+def _softmax(s, q_scale, of_keys, rows, col, N, top, T: gl.constexpr, MASKED: gl.constexpr, ONLINE: gl.constexpr):
     """One tile in log2 units: weights [BM, BN / 8, 4, 2], their sums by thread [BM, 4], row maximum, decay.
 
     Keys {8j + 2t, 8j + 2t + 1} of a tile are what one thread holds; unless HIGH they share a scale.
@@ -90,13 +111,10 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
     S: gl.constexpr = s.type.layout
     s4 = s.reshape([BM, BN // 8, 4, 2])
     E: gl.constexpr = s4.type.layout
-    G: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, E))
+    scale, bias = of_keys
     if T.HIGH:
-        x = s4.to(gl.float32) * _by_key(k_scale, S, E, BN) * _by_row(q_scale, E)
+        x = s4.to(gl.float32) * scale * _by_row(q_scale, E)
     else:
-        scale = gl.expand_dims(gl.convert_layout(q_scale, gl.SliceLayout(1, G)), 1) * gl.expand_dims(
-            k_scale.slice(0, 4).load(gl.SliceLayout(0, G)), 0
-        )
         if T.AS_FLOAT and not ONLINE:
             # In one operation, which rounds to 2^-8 (log2) or finer where scores are bounded.
             less = scale * _AS_FLOAT + top if T.FP8 else scale * _AS_FLOAT
@@ -104,7 +122,7 @@ def _softmax(s, q_scale, k_scale, bias, rows, col, N, top, T: gl.constexpr, MASK
         else:
             x = s4.to(gl.float32) * _by_row(scale, E)
     if T.HAS_BIAS:
-        x += _by_key(bias, S, E, BN)
+        x += bias
     if MASKED:
         n = gl.expand_dims(col + gl.arange(0, BN, layout=gl.SliceLayout(0, S)), 0)
         keep = n < N

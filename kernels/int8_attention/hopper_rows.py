@@ -28,28 +28,45 @@ def _by_group(x, E: gl.constexpr):
 
 
 @gluon.jit
-def _lowered(p, part, top, FIRST: gl.constexpr, T: gl.constexpr):
-    """Rounded weights (as _rounded) and sums of a tile in the range of e4m3, the new top, and the factor to get there.
+def _gap(part, M):
+    """A store of sums by thread that never happens, for M is not negative: what it reads must be there by then."""
+    never, _same = gl.broadcast(gl.full(part.type.shape, 0, gl.int32, layout=part.type.layout) + M, part)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $2, 0; @p st.shared.f32 [$2], $1; mov.b32 $0, $2; }", "=r,f,r", [part, never],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _lowered(p, part, total, top, FIRST: gl.constexpr, T: gl.constexpr):
+    """Rounded weights (as _rounded) of a tile in the range of e4m3, the new total and top, and the factor to get there.
 
     The factor is a power of two, and 1 unless a thread's sum left that range.  FIRST: it is made whatever the sum is,
-    but by at most 2^60, so that no weight of a later tile overflows a float32.  part, top, factor: by thread [BM, 4],
-    the last two alike in the four of a row.
+    but by at most 2^60, so that no weight of a later tile overflows a float32.  part, total, top, factor: by thread
+    [BM, 4], the last two alike in the four of a row.
     """
     COUNT: gl.constexpr = T.BM * T.BN // 512
     PTX: gl.constexpr = _round_again(COUNT, FIRST)
     k0, k1, k2, k3 = _quadruples(p, T)
     low, high = _rounded(k0, k1, k2, k3)
-    L: gl.constexpr = low.type.layout
-    _same, parts = gl.broadcast(
-        low, gl.expand_dims(gl.convert_layout(part, gl.SliceLayout(1, L), assert_trivial=True), 1)
-    )
-    low, high, factor = gl.inline_asm_elementwise(
-        PTX[0], PTX[1], [k0, k1, k2, k3, low, high, parts],
-        dtype=(gl.int32, gl.int32, gl.float32), is_pure=True, pack=COUNT,
+    low, high, total, top, factor = gl.inline_asm_elementwise(
+        PTX[0], PTX[1],
+        [k0, k1, k2, k3, low, high, _each(part, low), _each(total, low), _each(top, low)],
+        dtype=(gl.int32, gl.int32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=COUNT,
     )  # fmt: skip
-    decay = gl.convert_layout(_first(factor, T.BM, T.BN // 16), part.type.layout, assert_trivial=True)
-    lower = 127 - (decay.to(gl.int32, bitcast=True) >> 23)
-    return low, high, part * decay, top + lower.to(gl.float32), decay
+    G: gl.constexpr = part.type.layout
+    J: gl.constexpr = T.BN // 16
+    total = gl.convert_layout(_first(total, T.BM, J), G, assert_trivial=True)
+    top = gl.convert_layout(_first(top, T.BM, J), G, assert_trivial=True)
+    return low, high, total, top, gl.convert_layout(_first(factor, T.BM, J), G, assert_trivial=True)
+
+
+@gluon.jit
+def _each(x, like):
+    """[BM, 4] for each of the words [BM, BN / 16, 4] of `like`, which is in the thread."""
+    L: gl.constexpr = like.type.layout
+    _same, each = gl.broadcast(like, gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True), 1))
+    return each
 
 
 @gluon.jit
@@ -65,13 +82,19 @@ def _first(x, BM: gl.constexpr, J: gl.constexpr):
 
 @gluon.constexpr_function
 def _round_again(count, always):
-    """PTX and constraints: halves of words [count] of a thread's two rows in turns, and their factors; unless `always`,
-    the halves given and 1 in a warp in which no sum is over what e4m3 holds."""
-    k, low, part = 3 * count, 7 * count, 9 * count
+    """PTX and constraints: halves of words [count] of a thread's two rows in turns, their new totals, tops and factors.
+
+    Unless `always`, a warp in which no sum is over what e4m3 holds leaves halves and tops as given; its factors are 1.
+    """
+    total, top, factor, k = 2 * count, 3 * count, 4 * count, 5 * count
+    low, part = 9 * count, 11 * count
+    before, above = part + count, part + 2 * count  # totals and tops so far
     least = "max.s32 e, e, -60;" if always else "setp.gt.f32 p, t, 0f43E00000; selp.s32 e, e, 0, p;"  # 448
     text = "{ .reg .pred p, q; .reg .f32 t, u, f0, f1; .reg .s32 e; .reg .b16 a, z; mov.b16 z, 0; "
     text += " ".join(f"mov.b32 ${i}, ${low + i};" for i in range(2 * count))
-    text += "".join(f" mov.f32 ${2 * count + i}, 0f3F800000;" for i in range(count))
+    for i in range(count):
+        text += f" add.f32 ${total + i}, ${before + i % 2}, ${part + i % 2};"
+        text += f" mov.f32 ${top + i}, ${above + i % 2}; mov.f32 ${factor + i}, 0f3F800000;"
     if not always:
         text += f" max.f32 t, ${part}, ${part + 1}; setp.gt.f32 p, t, 0f43E00000;"
         text += " vote.sync.any.pred q, p, 0xffffffff; @!q bra L;"
@@ -80,13 +103,14 @@ def _round_again(count, always):
         for distance in (1, 2):
             text += f" shfl.sync.bfly.b32 u, t, {distance}, 31, 0xffffffff; max.f32 t, t, u;"
         text += f" mov.b32 e, t; shr.s32 e, e, 23; sub.s32 e, e, {126 + 7}; {least}"  # the exponent; it becomes 2^7
-        text += f" sub.s32 e, 127, e; shl.b32 e, e, 23; mov.b32 f{row}, e;"
+        text += f" cvt.rn.f32.s32 t, e; add.f32 ${top + row}, ${above + row}, t;"
+        text += f" sub.s32 e, 127, e; shl.b32 e, e, 23; mov.b32 f{row}, e; mov.f32 ${factor + row}, f{row};"
+        text += f" mul.f32 ${total + row}, ${total + row}, f{row};"
     for i in range(2 * count):
         x = k + 2 * count * (i >= count) + i % count
         text += f" mul.f32 t, ${x}, f{i % 2}; mul.f32 u, ${x + count}, f{i % 2};"
         text += f" cvt.rn.satfinite.e4m3x2.f32 a, u, t; mov.b32 ${i}, {{a, z}};"
-    text += "".join(f" mov.f32 ${2 * count + i}, f{i % 2};" for i in range(count))
-    constraints = ["=&r"] * 2 * count + ["=&f"] * count + ["f"] * 4 * count + ["r"] * 2 * count + ["f"] * count
+    constraints = ["=&r"] * 2 * count + ["=&f"] * 3 * count + ["f"] * 4 * count + ["r"] * 2 * count + ["f"] * 3 * count
     return text + " L: }", ",".join(constraints)
 
 
@@ -132,14 +156,27 @@ def _decayed(acc, decay, T: gl.constexpr):
     return acc
 
 
+@gluon.constexpr_function
+def _row_layout(by_warp):
+    """Layout of numbers in a row, dealt out to all threads of a warpgroup or to those of each warp."""
+    whole = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
+    return whole if by_warp else gl.BlockedLayout([1], [32], [4], [0])
+
+
 @gluon.jit
-def _bound(q, q_scale, rows, K_NORM, M, k_tiles, BM: gl.constexpr, D: gl.constexpr):
-    """Largest |score| (log2) that this warpgroup's rows can have: |q| times the largest |k| of the head."""
+def _bound(q, q_scale, rows, K_NORM, M, k_tiles, BM: gl.constexpr, D: gl.constexpr, BY_WARP: gl.constexpr):
+    """Largest |score| (log2) that this warpgroup's rows can have: |q| times the largest |k| of the head.
+
+    BY_WARP: each warp finds it by itself. What a reduction over a warpgroup leaves undefined ptxas keeps through the
+    whole kernel, and spills where registers are few.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (D // 16), D // 16], [4, 1], [1, 0])
     x = q.load(L).to(gl.float32)
     r = gl.convert_layout(rows, gl.SliceLayout(1, L))
     norm = gl.sqrt(gl.sum(x * x, 1)) * gl.load(q_scale + r, mask=r < M, other=0.0)
-    T: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    T: gl.constexpr = _row_layout(BY_WARP)
+    if BY_WARP:
+        norm = gl.convert_layout(norm, T)
     t = gl.arange(0, 512, layout=T)
     largest = gl.zeros([512], gl.float32, layout=T)
     for start in range(0, k_tiles, 512):

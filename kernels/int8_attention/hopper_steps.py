@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from .hopper_parts import _accumulator, _packed, _product, _softmax, _started, _words
-from .hopper_rows import _bound, _by_group, _by_thread, _decayed, _lowered, _write_parts
+from .hopper_parts import _accumulator, _of_keys, _packed, _product, _softmax, _started, _words
+from .hopper_rows import _bound, _by_group, _by_thread, _decayed, _gap, _lowered, _write_parts
 
 
 @gluon.jit
@@ -27,28 +27,30 @@ def _step(
     if T.TURNS:
         mbarrier.wait(turn.index(GROUP), (j & 1) if GROUP == 0 else (j & 1) ^ 1)  # the first turn is free
     s = _started(q, k_s.index(slot), T, ONLINE)
-    acc, rest = _added(acc, rest, packed, decay, v_s.index(slot), rest_s.index(slot), T, P)
+    acc, rest = _added(acc, rest, packed, decay, v_s.index(slot), rest_s.index(slot), T, P, ONLINE)
     if T.TURNS:
         mbarrier.arrive(turn.index((GROUP + 1) % T.CONSUMERS), count=1)
+    # Under the products where registers are left for it, so that the softmax need not wait for it.
+    EARLY: gl.constexpr = T.FP8 and not T.HIGH
+    if EARLY:
+        of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T)
     s = warpgroup_mma_wait(1 + SPLIT, deps=[s])
+    if not EARLY:
+        of_keys = _of_keys(q_scale, scale_s.index(slot), bias_s.index(slot), T)
     col = (tiles - 1 - j) * T.BN
     # Where BN is a program's query rows, the diagonal crosses the first tile only; _attend has done that one.
     if T.CAUSAL and T.CONSUMERS * T.BM != T.BN:
         if j < masked:
-            p, part, top, decay = _softmax(
-                s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top, T, True, ONLINE
-            )
+            p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, True, ONLINE)
         else:
-            p, part, top, decay = _softmax(
-                s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top, T, False, ONLINE
-            )
+            p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, False, ONLINE)
     else:
-        p, part, top, decay = _softmax(
-            s, q_scale, scale_s.index(slot), bias_s.index(slot), rows, col, N, top, T, False, ONLINE
-        )
-    # ptxas would hoist the wait for P @ V above the exponentials, were there no branch between them.
+        p, part, top, decay = _softmax(s, q_scale, of_keys, rows, col, N, top, T, False, ONLINE)
+    # ptxas would hoist the wait for P @ V above the exponentials, were there nothing between them.
     if BY_NEED:
-        low, high, part, top, decay = _lowered(p, part, top, False, T)
+        low, high, total, top, decay = _lowered(p, part, total, top, False, T)
+    elif T.HAS_LSE and not T.HAS_BIAS:
+        _gap(part, M)
     elif M < 0:
         gl.store(SINK + gl.arange(0, T.BM, layout=gl.SliceLayout(1, part.type.layout)), gl.max(part, 1))  # never
     # Weights pass through the wait, so that their packing can't overwrite the operand of the product in flight.
@@ -63,25 +65,33 @@ def _step(
         packed = _words(low, high)
     else:
         packed = _packed(p, v_s.dtype, P, T)
-    if ONLINE or T.FP8:
+    if ONLINE:
         E: gl.constexpr = p.type.layout
         total *= _by_group(decay, E)
-    # 16 bits decay here: left to the next step, that moved the bounded loop's wait ahead of its moves, for 3 %.
-    if ONLINE and not T.FP8:
+    if not BY_NEED:
+        total += part
+    if ONLINE and not _decays_late(T, ONLINE):
         acc = _decayed(acc, decay, T)
         if SPLIT:
             rest = _decayed(rest, decay, T)
-    return acc, rest, packed, decay, total + part, top
+    return acc, rest, packed, decay, total, top
+
+
+@gluon.constexpr_function
+def _decays_late(T, ONLINE):
+    """Whether P @ V decays under the next scores: the loop of 16 bits is 3 % faster so with a bias, slower without."""
+    return T.FP8 or (ONLINE and T.HAS_BIAS)
 
 
 @gluon.jit
-def _added(acc, rest, packed, decay, v, v_rest, T: gl.constexpr, P: gl.constexpr):
-    """acc, and rest where there is one, plus P @ V, started; in e4m3 times decay, which 16 bits have done by then."""
-    if T.FP8:
+def _added(acc, rest, packed, decay, v, v_rest, T: gl.constexpr, P: gl.constexpr, ONLINE: gl.constexpr):
+    """acc, and rest where there is one, plus P @ V, started; times decay first unless they have been."""
+    LATE: gl.constexpr = _decays_late(T, ONLINE)
+    if LATE:
         acc = _decayed(acc, decay, T)
     acc = _product(packed, v, acc, P, T.BM, T.BN)
     if T.REST > 0:
-        if T.FP8:
+        if LATE:
             rest = _decayed(rest, decay, T)
         rest = _product(packed, v_rest, rest, P, T.BM, T.BN)
     return acc, rest
@@ -106,14 +116,15 @@ def _attend(given, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr):
         rest = gl.full([T.BM, T.REST], 0.0, gl.float32, layout=_accumulator(T.REST, BITS))
     mbarrier.wait(full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=[_started(q, k_s.index(0), T, ONLINE)])
+    of_keys = _of_keys(q_scale, scale_s.index(0), bias_s.index(0), T)
     p, total, top, decay = _softmax(
-        s, q_scale, scale_s.index(0), bias_s.index(0), rows, (tiles - 1) * T.BN, N, top, T, T.CAUSAL or T.TAIL, ONLINE
+        s, q_scale, of_keys, rows, (tiles - 1) * T.BN, N, top, T, T.CAUSAL or T.TAIL, ONLINE
     )
     # Nothing is in flight, but the slot must not be given back before p is made.
     p = warpgroup_mma_wait(0, deps=[p])
     mbarrier.arrive(empty.index(0), count=1)
     if BY_NEED:
-        low, high, total, top, decay = _lowered(p, total, top, True, T)
+        low, high, total, top, decay = _lowered(p, total, gl.zeros_like(total), top, True, T)
         packed = _words(low, high)
     else:
         packed = _packed(p, v_s.dtype, P, T)
@@ -128,7 +139,7 @@ def _attend(given, T: gl.constexpr, ONLINE: gl.constexpr, GROUP: gl.constexpr):
             slot = 0
             phase ^= 1
     mbarrier.wait(full.index(slot), phase)
-    acc, rest = _added(acc, rest, packed, decay, v_s.index(slot), rest_s.index(slot), T, P)
+    acc, rest = _added(acc, rest, packed, decay, v_s.index(slot), rest_s.index(slot), T, P, ONLINE)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if T.REST > 0:
         rest = warpgroup_mma_wait(0, deps=[rest])
@@ -156,7 +167,7 @@ def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
     q = q8
     if T.Q_REGISTERS:
         q = q8.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=4))
-    bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, M, k_tiles, T.BM, T.D)
+    bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, M, k_tiles, T.BM, T.D, T.CONSUMERS == 3)
     given = (q, q_scale, rows, LSE, M, N, tiles, masked, ring)
     if bound <= limit:
         acc, rest, total, top = _attend(given, T, False, GROUP)
