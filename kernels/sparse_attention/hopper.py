@@ -174,7 +174,7 @@ def _consumer(work, T: gl.constexpr, GROUP: gl.constexpr):
     mbarrier.wait(q_full.index(GROUP), 0)
     q8 = q_s[GROUP].reshape([T.BM, T.D])
     q = q8.load(gl.DotOperandLayout(operand_index=0, parent=S, k_width=4))
-    bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, stop, k_tiles, T.BM, T.D)
+    bound = _bound(q8, Q_SCALE + first, rows, K_NORM + kv_head * k_tiles, stop, k_tiles, T.BM, T.D, False)
     if T.HAS_FLOOR:
         bound -= gl.load(FLOOR + GROUP)
     mask = (0, 0, 0)
