@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .decision import Code, Decision, Reason, Route, TileCounts
+from .kernels.sparse_attention.configs import config_of
 from .kernels.sparse_attention.limits import ELSEWHERE, H200, H200_WORDS, TileCost, estimate_ms, torch_ms
 
 if TYPE_CHECKING:
@@ -98,10 +99,12 @@ def unknown(decision: Decision, call: Call, looking: bool) -> Decision:
 
 
 def _cost(call: Call) -> TileCost:
-    device = call.query.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    from .mask_summary import full_view
+
+    mask = call.attn_mask
+    if mask is None or not config_of(call.query, call.value, full_view(mask, call.key.shape[2])).gluon:
         return ELSEWHERE
-    return H200 if call.attn_mask is not None and call.attn_mask.dtype in _BROUGHT else H200_WORDS
+    return H200 if mask.dtype in _BROUGHT else H200_WORDS
 
 
 def _capturing(mask: torch.Tensor) -> bool:

@@ -265,4 +265,6 @@ def transform() -> str | None:
     """Return what torch does with calls now that a kernel would not take part in, if anything."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a torch.func transform"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"  # whose sizes are tensors, and whose graph a kernel would not be in
     return "forward-mode AD" if forward_ad._current_level >= 0 else None

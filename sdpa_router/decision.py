@@ -136,7 +136,7 @@ class Code(_Text):
     FUNCTORCH = (
         "functorch",
         "called under {given}; the kernel takes {accepted}",
-        "Call outside of `torch.func` transforms and forward-mode AD.",
+        "Call outside of `torch.func` transforms, forward-mode AD and `torch.jit.trace`.",
     )
     AUTOCAST = (
         "autocast",

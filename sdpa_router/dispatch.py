@@ -34,6 +34,7 @@ _grad_enabled = torch.is_grad_enabled
 _modes = torch._C._len_torch_function_stack
 _any_autocast = torch._C._is_any_autocast_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
+_jit_tracing = torch._C._get_tracing_state
 
 
 class Turn(Enum):
@@ -82,6 +83,9 @@ def dispatch(name: str, attention: run.Attention, args: tuple[Any, ...]) -> torc
     if guess.as_given:
         guess.tick()
         return TORCH
+    if _jit_tracing() is not None:
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _dispatch_by_signature(name, attention, call)
     return _answer(guess.sighting, attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -96,7 +100,7 @@ def _dispatch_by_signature(name: str, attention: run.Attention, call: Call) -> t
         and (attn_mask is None or type(attn_mask) in _TENSORS)
         and type(dropout_p) in _NUMBERS and type(is_causal) is bool and type(enable_gqa) is bool
         and (scale is None or (type(scale) in _NUMBERS and -_MAX_SCALE <= scale <= _MAX_SCALE))
-        and _functorch_level() is None and forward_ad._current_level < 0
+        and _functorch_level() is None and forward_ad._current_level < 0 and _jit_tracing() is None
     ):  # fmt: skip
         try:
             signature = (

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sdpa_router import UnsupportedError, int8_attention
+from sdpa_router import UnsupportedError, int8_attention, record, route
 from sdpa_router.kernels.int8_attention import bias, forward, op, quantize
 from sdpa_router.kernels.int8_attention import launch as launching
 
@@ -196,3 +197,23 @@ def test_what_was_answered_before_is_no_answer_to_other_arguments(replayed):
             assert op.attend_again(*given[:place], argument, *given[place + 1 :]) is None, (place, argument)
     with pytest.raises(UnsupportedError):
         int8_attention(query, key, value, mask)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_jit_trace_holds_torchs_call_and_changes_no_decision(device):
+    x = torch.randn(1, 2, 64, 64, dtype=torch.float16, device=device)
+
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+    native = attend(x)
+    with route(min_kv=0), record() as seen:
+        routed = attend(x)
+        traced = torch.jit.trace(attend, (x,), check_trace=False)
+        again = attend(x)
+    assert "scaled_dot_product_attention" in str(traced.graph)
+    assert torch.equal(traced(x), native)
+    assert torch.equal(again, routed)
+    assert not torch.equal(routed, native)
+    assert {reason for one in seen.records for reason in one["reasons"]} == {"functorch"}
