@@ -85,14 +85,16 @@ class Tiling(NamedTuple):
 # By padded head_dim up to 64, up to 128, and above. On sm_90 the best of bench/bench_quantise_stage.py.
 HOPPER_TILINGS = (Tiling(64, 8, 4, 2, 4), Tiling(128, 8, 4, 2, 2), Tiling(64, 4, 8, 2, 1))
 _TILINGS = (Tiling(64, 4, 4, 1), Tiling(64, 4, 4, 1), Tiling(32, 4, 4, 1))
-# Where key blocks are small, for want of registers.
+# Where key blocks are small, for want of registers; and query blocks too (RDNA).
 _AMD_TILINGS = (Tiling(32, 4, 4, 1), Tiling(32, 4, 4, 1), Tiling(16, 4, 8, 1))
+_RDNA_TILINGS = (Tiling(32, 4, 4, 1), Tiling(32, 4, 8, 1), Tiling(16, 4, 8, 1))
 
 
 def tiling_of(padded: int, config: Config) -> Tiling:
     """The launch for a padded head_dim and a configuration of the attention kernel."""
     small = config.block_n < 64 and config.block_n * padded <= 4096
-    table = HOPPER_TILINGS if config.tma else _AMD_TILINGS if small else _TILINGS
+    amd = _RDNA_TILINGS if config.block_m <= 64 else _AMD_TILINGS
+    table = HOPPER_TILINGS if config.tma else amd if small else _TILINGS
     return table[(padded > 64) + (padded > 128)]
 
 
