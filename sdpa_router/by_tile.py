@@ -16,6 +16,7 @@ import torch
 from .decision import Code, Decision, Reason, Route, TileCounts
 from .kernels.sparse_attention.configs import config_of
 from .kernels.sparse_attention.limits import ELSEWHERE, H200, H200_WORDS, TileCost, estimate_ms, torch_ms
+from .mask_summary import full_view, recall, summarised
 
 if TYPE_CHECKING:
     from .decide import Call
@@ -55,8 +56,6 @@ def _told(decision: Decision, *against_int8: Reason, **changes: Any) -> Decision
 
 def counts_of(call: Call, may_summarise: bool) -> tuple[TileCounts | None, bool]:
     """Counts of the tiles of the call's mask if they are known or can be found out now; whether the mask was known."""
-    from .mask_summary import full_view, recall, summarised
-
     mask = call.attn_mask
     if mask is None or mask.is_inference() or _capturing(mask):
         return None, False
@@ -99,8 +98,6 @@ def unknown(decision: Decision, call: Call, looking: bool) -> Decision:
 
 
 def _cost(call: Call) -> TileCost:
-    from .mask_summary import full_view
-
     mask = call.attn_mask
     if mask is None or not config_of(call.query, call.value, full_view(mask, call.key.shape[2])).gluon:
         return ELSEWHERE

@@ -31,7 +31,7 @@ def kernel_entry(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def enter(*args: Any, **kwargs: Any) -> Any:
-        untold = transform() or _tracer()
+        untold = _unseeing()
         if untold is not None:
             raise _unsupported(Reason(Code.FUNCTORCH, untold, "plain calls"))
         return function(
@@ -51,8 +51,8 @@ def kernel_entry(function: _Function) -> _Function:
 
 
 def unseen_by_kernels(*tensors: torch.Tensor) -> bool:
-    """Whether something traces this call, or a tensor holds no values of its own: a kernel_entry would raise."""
-    return _tracer() is not None or any(_without_memory(tensor) is not None for tensor in tensors)
+    """Whether a kernel_entry would raise: for a transform, a trace, or a tensor that holds no values of its own."""
+    return _unseeing() is not None or any(_without_memory(tensor) is not None for tensor in tensors)
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,13 +87,14 @@ def _without_memory(tensor: torch.Tensor) -> str | None:
     return "a meta tensor" if tensor.is_meta else None
 
 
-def _tracer() -> str | None:
-    """What traces this call and would write down nothing of a kernel."""
+def _unseeing() -> str | None:
+    """What transforms or traces this call, and would see nothing of a kernel."""
+    transformed = transform()
+    if transformed is not None:
+        return transformed
     if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACERS):
         return "a trace or a FakeTensorMode"
-    if _len_torch_dispatch_stack_pre_dispatch() or torch._C._get_tracing_state() is not None:
-        return "a trace"
-    return None
+    return "a trace" if _len_torch_dispatch_stack_pre_dispatch() else None
 
 
 def _unsupported(reason: Reason) -> UnsupportedError:
